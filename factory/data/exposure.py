@@ -99,7 +99,7 @@ class DocumentExposure:
                     stream = walk.streams[piece.stream]
                     if piece.document in stream.masked:
                         yield (
-                            ExposureStep(row.id, step, piece.place // stream.pieces),
+                            ExposureStep(row.id, step, stream.find_epoch(piece)),
                             stream.look_up_document_key(piece.document),
                         )
 

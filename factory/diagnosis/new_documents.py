@@ -51,14 +51,10 @@ def _documents(streams: Sequence[DocumentStream]) -> list[Document]:
     """Return at most ``SAMPLE`` documents of streams of one domain, evenly spaced."""
     found = []
     for stream in streams:
-        for index in np.linspace(
-            0, len(stream.length) - 1, min(len(stream.length), SAMPLE // len(streams) or 1)
-        ).astype(int):
-            shard, first, length = (
-                stream.shards[stream.shard[index]],
-                int(stream.start[index]),
-                int(stream.length[index]),
-            )
+        for index in np.linspace(0, stream.documents - 1, min(stream.documents, SAMPLE // len(streams) or 1)).astype(
+            int
+        ):
+            shard, first, length = stream.find_document(int(index))
             tokens = np.asarray(shard.tokens[first : first + length]).astype(np.int64)
             found.append((tokens, np.asarray(shard.read_loss_mask(first, first + length), bool)))
     return found

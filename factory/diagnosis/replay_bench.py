@@ -351,20 +351,18 @@ def sample_document_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
     joined, found = find_streams_of_newest_generation(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
-        share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))
+        share = min(1.0, count / max(1, sum(stream.documents for stream in streams)))
         for stream in streams:
-            length = len(stream.length)
-            chosen = np.linspace(0, length - 1, max(1, int(share * length))).astype(int)
-            found += [make_first_document_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
+            held = stream.documents
+            chosen = np.linspace(0, held - 1, max(1, int(share * held))).astype(int).tolist()
+            usable = [index for index in chosen if stream.find_document(index).length > 1]
+            found += [make_first_document_piece(stream, index) for index in usable]
     return found
 
 
 def make_first_document_piece(stream: DocumentStream, document: int) -> DocumentPiece:
     """Return the first piece of a document, as a row would hold it."""
-    shard, first = int(stream.shard[document]), int(stream.start[document])
-    positions = min(stream.context, int(stream.length[document]) - 1)
-    supervised = stream.count_supervised_targets(shard, first, positions)
-    return DocumentPiece(stream.name, 0, document, 0, positions, supervised, shard, first)
+    return stream.make_piece(0, document, 0, min(stream.context, stream.find_document(document).length - 1))
 
 
 def _bits(tensors: str, curve: Sequence[StepMetrics]) -> str:

@@ -23,6 +23,7 @@ from factory.repairs.token_shards import (
     find_token_shard_damage,
     rebuild_document_hashes,
     rebuild_token_shard,
+    remake_wrong_columns,
     restore_tokenizer,
 )
 from factory.repairs.workspace_examination import (
@@ -135,7 +136,18 @@ def repair_segment_inputs(plant: Plant, segment: int, hash_all: bool = True) -> 
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
     known.record_verified_shards(looked.values())
-    return mended
+    compared = [path for path in shards.values() if hash_all or not known.has_unchanged_columns(path)]
+    wrong = remake_wrong_columns(compared)
+    for number in wrong:
+        plant.progress.line(
+            Message(
+                "repairing.columns_made",
+                "  token shard {number}: columns.arrow is damaged. The factory made it again from documents.parquet",
+                number=number,
+            )
+        )
+    known.record_columns(compared)
+    return mended or bool(wrong)
 
 
 def call_and_repair_on_failure(plant: Plant, action: Callable[[], T]) -> T:

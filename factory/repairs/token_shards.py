@@ -60,6 +60,8 @@ from factory.ledger.removals import read_erased_shards
 from factory.training.segment_folder import move_to_set_aside_folder
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
+from trainer.contract.data.document_columns import FILE as COLUMNS
+from trainer.contract.data.document_columns import is_same_as_documents
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, hash_file, write_token_shard
 from trainer.contract.errors import TokenShardError
 
@@ -128,19 +130,43 @@ class VerifiedShardRecord:
         """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
+    def has_unchanged_columns(self, folder: Path) -> bool:
+        """Return whether a token shard's ``columns.arrow`` has the noted size and times."""
+        return self.known.get(f"{folder.name}/{COLUMNS}", []) == _times(folder, [COLUMNS]) != []
+
     def record_verified_shards(self, folders: Iterable[Path]) -> None:
         """Note the sizes and times of token shards whose hashes were found correct."""
-        new = {folder.name: _times(folder) for folder in folders}
+        self._note({folder.name: _times(folder) for folder in folders})
+
+    def record_columns(self, folders: Iterable[Path]) -> None:
+        """Note the size and times of ``columns.arrow`` of token shards where it was compared with ``documents.parquet``."""
+        self._note({f"{folder.name}/{COLUMNS}": _times(folder, [COLUMNS]) for folder in folders})
+
+    def _note(self, new: dict[str, list[list[int]]]) -> None:
         if any(self.known.get(name) != times for name, times in new.items()):
             self.known |= new
             self.file.parent.mkdir(exist_ok=True)
             write_atomically(self.file, json.dumps(self.known))
 
 
-def _times(folder: Path) -> list[list[int]]:
+def remake_wrong_columns(folders: Iterable[Path]) -> list[str]:
+    """Compare ``columns.arrow`` of token shards with ``documents.parquet``. Where it differs or is missing, it is made again.
+
+    Returns the ids of the shards whose file differed. Raises: TokenShardError, OSError.
+    """
+    wrong = []
+    for folder in folders:
+        if (folder / COLUMNS).exists() and not is_same_as_documents(folder, TokenShard(folder).manifest):
+            (folder / COLUMNS).unlink()
+            wrong.append(folder.name)
+        _ = TokenShard(folder).columns
+    return wrong
+
+
+def _times(folder: Path, names: Iterable[str] = ("manifest.json", *FILES)) -> list[list[int]]:
     """Return [size, mtime, ctime, inode] of each file; [] if a file is missing."""
     found = []
-    for name in ("manifest.json", *FILES):
+    for name in names:
         try:
             status = os.stat(folder / name)
         except OSError:

@@ -443,9 +443,6 @@ def refuse_changed_model(
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = find_model_function_changes(before, recipe.model)
     refused = find_unaccepted_changes(before, recipe.model, [*recipe.accept_changes, *named])
-    if parent.has_steps and before.get("context", recipe.model.context) != recipe.model.context:
-        changes["context"] = before["context"], recipe.model.context
-        refused.insert(0, "context")
     if refused:
         accept: str = Message(
             "training.accept_model_change", "You can name the change: '{command}', or accept_changes: [{keys}] in the recipe. Training then "
@@ -479,6 +476,15 @@ def refuse_changed_model(
         )
         for key, (old, new) in changes.items()
     ]
+    if before.get("context", recipe.model.context) != recipe.model.context:
+        notes.append(
+            Message(
+                "training.context_changed",
+                "model.context changes from {old} to {new} positions. Training continues with the documents and tokens that were not read.",
+                old=before["context"],
+                new=recipe.model.context,
+            )
+        )
     unused = [key for key in recipe.accept_changes if key not in changes]
     if unused:
         notes.append(

@@ -84,7 +84,7 @@ def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport
     used = sum(piece.positions for piece in pieces)
     fitting = cut = cut_positions = long = recut = 0
     for piece in pieces:
-        whole = int(order.streams[piece.stream].length[piece.document]) - 1
+        whole = piece.document_positions
         if whole <= order.context:
             fitting += piece.start == 0
             cut += piece.start == 0 and piece.positions < whole
@@ -159,7 +159,7 @@ def read_recipe_and_data_plan(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     recipe = Recipe.load(first)
     shards = [TokenShard(path) for given in rest for path in find_token_shards(given)]
     plan = DataPlan.make_for_segment(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
-    held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
+    held = {name for shard in shards for name in shard.domains}
     plan, left_out = plan.copy_without_missing_domains(held, 0, 1)
     if left_out:
         said = Message(

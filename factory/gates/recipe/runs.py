@@ -226,7 +226,7 @@ def make_run_recipe(recipe: Recipe, keep_final_lr: bool, precision: str) -> dict
 def list_trained_domains(start: TrainingStart) -> set[str]:
     """Return the domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
     shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
-    return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
+    return {domain for shard in shards for domain in shard.domains}
 
 
 @dataclass(frozen=True)

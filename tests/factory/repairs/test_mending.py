@@ -35,6 +35,7 @@ from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
 from tests.support.said import Said
 from trainer.contract.checkpoint.format import find_checkpoint_fault, read_manifest
+from trainer.contract.data.token_shard import TokenShard
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
 
@@ -115,7 +116,11 @@ def test_the_error_for_a_token_shard_that_cannot_be_made_again_says_why(copied: 
 def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, damage: str) -> None:
     workspace, ledger = copied()
     folder = Path(token_shards(ledger)[0]["path"])
-    shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        flip(folder / damage, -6)  # a byte of the length in the footer
+        (folder / "columns.arrow").unlink()  # as in an older shard: planning makes it of the damaged file
     said = Said()
     number = call_and_repair_on_failure(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is repaired" in said.text
@@ -149,6 +154,21 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
         not repair_segment_inputs(Plant(workspace, ledger, said), first, hash_all=False)
         and len(hashed) == len(folders) + 1
     )
+
+
+def test_changed_columns_of_a_token_shard_are_never_trained_on(copied: Copy) -> None:
+    """The start of a document changes; opening the shard does not notice that, and the comparison before the segment does."""
+    workspace, ledger = copied()
+    folder, said = Path(token_shards(ledger)[0]["path"]), Said()
+    number = plan_trunk(Plant(workspace, ledger), 4)
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), number, hash_all=False) and not said.lines
+    before, path = file_hashes(folder), folder / "columns.arrow"
+    flip(path, path.read_bytes().index(TokenShard(folder).columns.start.tobytes()) + 8)
+    assert not find_token_shard_damage(folder, deep=True), "no file of the shard itself is damaged"
+    train_segment(Plant(workspace, ledger, said), number)
+    assert f"token shard {folder.name}" in said.text and file_hashes(folder) == before
+    assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
+    assert not repair_segment_inputs(Plant(workspace, ledger, said), number, hash_all=False)
 
 
 def test_a_changed_export_is_made_again_and_the_failed_action_is_repeated(copied: Copy) -> None:

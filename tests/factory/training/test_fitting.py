@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -10,6 +11,7 @@ import yaml
 
 from factory.core.errors import ConfigError, InputError
 from factory.core.workspace import Workspace
+from factory.data.exposure import DocumentExposure
 from factory.diagnosis import remedies
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
@@ -22,6 +24,8 @@ from tests.support.factory.made_up_text import prose
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
 from tests.support.messages import refused
 from tests.support.said import Said
+from trainer.contract.data.token_shard import TokenShard
+from trainer.tools.documents import list_step_documents
 
 PLAIN = {"qk_norm": False, "kv_heads": 4}
 
@@ -50,7 +54,6 @@ def test_a_recipe_that_changes_the_shape_of_a_live_trunk_is_refused_with_instruc
     changes = {
         "model.d_model 32 → 64": {"d_model": 64},
         "model.layers 2 → 3": {"layers": 3},
-        "model.context 32 → 64": {"context": 64},
         "model.experts.count None → 4": {"experts": {"count": 4, "per_token": 2, "d_ff": 16}},
     }
     plans = (plan_trunk, plan_anneal, forecast_trunk)
@@ -76,6 +79,30 @@ def test_a_recipe_that_changes_the_shape_of_a_live_trunk_is_refused_with_instruc
     run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)
     assert row.state == "done" and row.parent is None and row.recipe_json["model"]["d_model"] == 64
+
+
+def test_a_trunk_continues_with_another_context_after_what_it_read(trained: tuple[Workspace, Ledger]) -> None:
+    """The exposure of documents follows the change, and agrees with the documents of each step."""
+    workspace, ledger = trained
+    change_recipe(workspace, model=PLAIN | {"context": 64})
+    said = Said()
+    number = plan_trunk(Plant(workspace, ledger, said), 2)
+    key = "context"
+    assert any(f"model.{key} " in line for line in said.lines)
+    assert any(f"model.{key} " in note for note in last_event(ledger)["notes"])
+    run_segment(Plant(workspace, ledger), number)
+    first, second = SegmentRow.get(ledger, 1), SegmentRow.get(ledger, number)
+    assert second.state == "done" and second.parent == 1 and second.recipe_json["model"]["context"] == 64
+    (shard,) = ledger.read("SELECT id, path FROM token_shards")
+    keys = TokenShard(shard["path"]).documents["key"].to_pylist()
+    exposure = DocumentExposure(ledger, dict.fromkeys(keys, shard["id"]))
+    for row in (first, second):
+        seen: dict[int, list[str]] = {}
+        for key, steps in exposure.list_steps_by_document(row).items():
+            for step in steps:
+                seen.setdefault(step.step, []).append(key)
+        for step in range(row.first_step, row.last_step):
+            assert sorted(seen[step]) == list_step_documents(Path(row.folder), step)
 
 
 @pytest.mark.parametrize(

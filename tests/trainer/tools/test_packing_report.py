@@ -64,7 +64,7 @@ def test_shares_equal_a_manual_count(make_shard: MakeShard) -> None:
     before = order.state_dict()
     report = measure_packing("truncate-and-concatenate", order, 10)
     assert order.state_dict() == before
-    fits = lambda p: order.streams[p.stream].length[p.document] - 1 <= 32
+    fits = lambda p: p.document_positions <= 32
     steps = [order.draw_next_rows() for _ in range(10)]
     parts: Counter[tuple[str, int]] = Counter()
     begun: set[tuple[str, int]] = set()

@@ -407,7 +407,7 @@ def _iterate_fp32_bytes(
 ) -> Iterator[bytes | memoryview]:
     """As ``iterate_safetensors_bytes``, but each tensor exists only until the next one is taken. Raises: ValueError."""
     layout = {name: (torch.float32, shape) for name, shape in shapes.items()}
-    return iterate_safetensors(layout, ((name, tensor.to(torch.float32)) for name, tensor in tensors))
+    return iterate_safetensors(layout, tensors)
 
 
 def _await_share(path: Path) -> dict[str, Any]:

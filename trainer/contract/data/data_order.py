@@ -5,7 +5,9 @@ share of the supervised tokens. The recipe's packing makes rows of the pieces; t
 global batch and reads its own rows.
 
 The state is a position and a credit for each stream, and the waiting pieces, a few bytes each. It holds nothing of other steps, so its size
-does not grow with them.
+does not grow with them. An order with another context continues from it. Documents that were not begun are then cut for the new rows. Of a
+document that was read in part, the positions that are left follow in the same epoch, cut at the old and the new borders. Waiting pieces stay, and
+are cut if they are longer than a row. After such a change the state names waiting pieces by document and token (format 3) until the epoch ends.
 
 No piece is drawn twice in a stream's epoch. A stream that has finished an epoch waits until the other generations of its domain have
 finished theirs: no document repeats before its domain's epoch ends.
@@ -43,9 +45,8 @@ step. A row's pieces are shown as (domain, document, first token, positions):
 
 from __future__ import annotations
 
-import base64
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,15 +54,23 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import (
     DocumentPiece,
     DocumentStream,
+    ReadLayer,
     open_streams,
     parse_stream_domain,
     parse_stream_generation,
 )
 from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.waiting_pieces import (
+    decode_pending_pieces,
+    decode_pieces,
+    encode_pending_pieces,
+    encode_pieces,
+)
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
 
-FORMAT = 2  # of the state
+FORMAT = 2  # of the state: waiting pieces by their places
+FORMAT_OF_CHANGED_CONTEXT = 3  # and read layers; waiting pieces by document and token
 REHEARSED_ROWS = 512  # rows that are packed in advance to estimate how many hold no target
 
 Row = tuple[DocumentPiece, ...]
@@ -75,6 +84,7 @@ class StreamPosition:
     joined: int  # epoch of the domain when the stream joined
     place: int  # of the next piece
     credit: float  # supervised tokens by which the stream is behind its share
+    layers: tuple[ReadLayer, ...] = ()  # what was read of the present epoch with another context
 
 
 class DataOrder:
@@ -138,11 +148,11 @@ class DataOrder:
         strategy = STRATEGIES[self.batch.packing]
         lengths = [piece.positions for piece in self.pending]
         waiting = sum(lengths)
-        while not strategy.enough(len(lengths), waiting, self.context, wanted) and (piece := self._draw()) is not None:
-            self.pending.append(piece)
-            lengths.append(piece.positions)
-            waiting += piece.positions
-        long = [self.streams[piece.stream].length[piece.document] - 1 > self.context for piece in self.pending]
+        while not strategy.enough(len(lengths), waiting, self.context, wanted) and (pieces := self._draw()):
+            self.pending += pieces
+            lengths += [piece.positions for piece in pieces]
+            waiting += sum(piece.positions for piece in pieces)
+        long = [piece.document_positions > self.context for piece in self.pending]
         packed, left = strategy.pack(lengths, long, self.context, wanted, self.step)
         if len(packed) < wanted:
             raise DataPlanError(
@@ -184,7 +194,9 @@ class DataOrder:
 
         Estimated by packing the next steps in a copy. Only plans with partly masked documents need that.
         """
-        if not self.plan.targets_in_every_batch or all(stream.unmasked.all() for stream in self.streams.values()):
+        if not self.plan.targets_in_every_batch or not any(
+            stream.has_unsupervised_tokens for stream in self.streams.values()
+        ):
             return 1.0
         twin, kept, batches = self.copy_at_step(), 0, 0
         for _ in range(max(8, REHEARSED_ROWS // self.batch.sequences)):
@@ -200,6 +212,10 @@ class DataOrder:
     def _left(self, name: str) -> int:
         stream, cursor = self.streams[name], self.cursors[name]
         epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
+        unread = 1.0  # share of the present epoch
+        for layer in cursor.layers:
+            unread *= 1 - layer.places / stream.count_pieces_with_context(layer.context)
+        epochs -= (1 - unread) * (1 - cursor.place % stream.pieces / stream.pieces)
         return max(0, round(stream.positions_per_epoch * epochs))
 
     def count_positions_until(self, last_step: int, count_wanted: Callable[[int, int], int]) -> int:
@@ -253,12 +269,18 @@ class DataOrder:
         permuted = (
             {"reshuffled": self.plan.reshuffled} if self.plan.reshuffled else {}
         )  # older code can read a state without this key
-        return {
+        state = {
             "format": FORMAT,
             "step": self.step,
             "context": self.context,
             "documents_begun": self.documents_begun,
             "streams": {name: [c.fingerprint, c.joined, c.place, c.credit] for name, c in cursors},
+        }
+        if any(c.layers for _, c in cursors) or any(piece.place < 0 for piece in self.pending):
+            layers = {name: [list(layer) for layer in c.layers] for name, c in cursors if c.layers}
+            pending = encode_pieces(self.pending, list(self.cursors))
+            return state | {"format": FORMAT_OF_CHANGED_CONTEXT, "layers": layers, "pending": pending} | permuted
+        return state | {
             "pending": encode_pending_pieces(self.pending, {name: c.place for name, c in cursors}),
             # waiting pieces that were cut at a row's end: [index, positions already trained on]
             "begun": [[i, p.start % self.context] for i, p in enumerate(self.pending) if p.start % self.context],
@@ -266,7 +288,7 @@ class DataOrder:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != FORMAT:
+        if state.get("format") not in (FORMAT, FORMAT_OF_CHANGED_CONTEXT):
             raise DataPlanError(
                 "data_order.format",
                 "The checkpoint's data order has format {found}, but this code reads format {expected}. Continue the run "
@@ -274,19 +296,12 @@ class DataOrder:
                 found=state.get("format", 1),
                 expected=FORMAT,
             )
-        if state["context"] != self.context:
-            raise DataPlanError(
-                "data_order.other_context",
-                "model.context is {context}, but the checkpoint's data order has rows of {found} positions. Set "
-                "model.context to {found}.",
-                context=self.context,
-                found=state["context"],
-            )
         self.step = state["step"]
         self.documents_begun = state["documents_begun"]
         for name, values in state["streams"].items():
             cursor = StreamPosition(*values)
             if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
+                cursor.layers = tuple(ReadLayer(*layer) for layer in state.get("layers", {}).get(name, ()))
                 self.cursors[name] = cursor
             elif parse_stream_generation(name) not in self._relabelled:
                 raise DataPlanError(
@@ -296,17 +311,55 @@ class DataOrder:
                     domain=parse_stream_domain(name),
                     generation=parse_stream_generation(name),
                 )
+        context, reshuffled = state["context"], state.get("reshuffled", 0)
+        if state["format"] == FORMAT_OF_CHANGED_CONTEXT:
+            self.pending = self._decode_pieces(state["pending"], list(state["streams"]), context)
+        else:
+            self.pending = self._restore_pending_pieces(state, context, reshuffled)
+        if context != self.context:
+            for name, cursor in self.cursors.items():
+                stream = self.streams[name]
+                epoch, places = divmod(cursor.place, stream.count_pieces_with_context(context))
+                read = (ReadLayer(context, places, reshuffled),) if places else ()
+                cursor.place, cursor.layers = epoch * stream.pieces, cursor.layers + read
+            self.pending = [part for piece in self.pending for part in self._cut_to_rows(piece)]
+
+    def _restore_pending_pieces(self, state: Mapping[str, Any], context: int, reshuffled: int) -> list[DocumentPiece]:
+        """The waiting pieces of a state that has their places."""
         places = {name: values[2] for name, values in state["streams"].items()}
-        same = (
-            state.get("reshuffled", 0) == self.plan.reshuffled
-        )  # otherwise other pieces wait, and none of them is cut
+        # Otherwise other pieces wait, and none of them is cut. Another context leaves the pieces as they were.
+        same = reshuffled == self.plan.reshuffled or context != self.context
         begun = dict(state["begun"]) if same else {}
-        self.pending = []
+        found = []
         for i, (name, place) in enumerate(decode_pending_pieces(state["pending"], places)):
             if name in self.cursors:  # otherwise its stream begins anew
-                piece = self.streams[name].find_piece_at(place)
+                stream = self.streams[name]
+                if context == self.context:
+                    piece = stream.find_piece_at(place)
+                else:
+                    piece = stream.find_piece_of_layer(place, ReadLayer(context, 0, reshuffled))
                 start = begun.get(i, 0)
-                self.pending.append(self.streams[name].cut_part_of_piece(piece, start, piece.positions - start))
+                found.append(stream.cut_part_of_piece(piece, start, piece.positions - start))
+        return found
+
+    def _decode_pieces(self, text: str, streams: list[str], context: int) -> list[DocumentPiece]:
+        """The waiting pieces of a state that has their documents. Its places count pieces of ``context`` positions."""
+        found = []
+        for name, place, document, start, positions in decode_pieces(text, streams):
+            if name in self.cursors:  # otherwise its stream begins anew
+                stream = self.streams[name]
+                if context != self.context:
+                    epoch = max(place, ~place) // stream.count_pieces_with_context(context)
+                    place = ~(epoch * stream.pieces)
+                found.append(stream.make_piece(place, document, start, positions))
+        return found
+
+    def _cut_to_rows(self, piece: DocumentPiece) -> list[DocumentPiece]:
+        """The piece in parts that fit a row."""
+        cut, context = self.streams[piece.stream].cut_part_of_piece, self.context
+        return [
+            cut(piece, start, min(context, piece.positions - start)) for start in range(0, piece.positions, context)
+        ]
 
     def _join(self) -> None:
         """Streams that the state lacks begin at the epoch of the others of their domain."""
@@ -319,21 +372,24 @@ class DataOrder:
     def _epoch(self, name: str) -> int:
         return self.cursors[name].place // self.streams[name].pieces
 
-    def _draw(self) -> DocumentPiece | None:
-        """The next piece that carries loss, from the stream furthest behind. None if all are used up."""
+    def _draw(self) -> list[DocumentPiece]:
+        """The next piece that carries loss, from the stream furthest behind: more than one if its middle was read before with another context.
+        Empty if all are used up."""
         while available := self._may_draw():
             name = max(available, key=lambda n: (self.cursors[n].credit, n))
             stream, cursor = self.streams[name], self.cursors[name]
-            piece = stream.find_piece_at(cursor.place)
+            pieces = [piece for piece in stream.find_pieces_left_at(cursor.place, cursor.layers) if piece.supervised]
             cursor.place += 1
             if cursor.place % stream.pieces == 0:
+                cursor.layers = ()
                 self._available = None
-            if piece.supervised:
+            if pieces:
+                supervised = sum(piece.supervised for piece in pieces)
                 for other, share in available.items():
-                    self.cursors[other].credit += piece.supervised * share
-                cursor.credit -= piece.supervised
-                return piece
-        return None
+                    self.cursors[other].credit += supervised * share
+                cursor.credit -= supervised
+                return pieces
+        return []
 
     def _may_draw(self) -> dict[str, float]:
         """The streams that may be drawn from, each with its present share. The shares sum to one.
@@ -400,48 +456,3 @@ def compute_stream_shares(
             shares[name] = weight * share
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()} if total > 0 else {}
-
-
-def encode_pending_pieces(pending: list[DocumentPiece], stream_places: Mapping[str, int]) -> str:
-    """Base64 of two varints for each piece, newest first: the number of its stream, and its distance before the stream's next waiting piece
-    (or before the stream's position)."""
-    names = {name: number for number, name in enumerate(sorted(stream_places))}
-    at = dict(stream_places)
-    found = bytearray()
-    for piece in reversed(pending):
-        found += _varint(names[piece.stream]) + _varint(at[piece.stream] - piece.place - 1)
-        at[piece.stream] = piece.place
-    return base64.b64encode(found).decode()
-
-
-def decode_pending_pieces(text: str, stream_places: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(stream, place) of each piece, oldest first."""
-    names, at = sorted(stream_places), dict(stream_places)
-    numbers = _varints(base64.b64decode(text))
-    found = []
-    for number in numbers:
-        name = names[number]
-        at[name] -= next(numbers) + 1
-        found.append((name, at[name]))
-    return found[::-1]
-
-
-def _varint(number: int) -> bytes:
-    """A number in LEB128: seven bits a byte, lowest first; the top bit means that more follow."""
-    assert number >= 0
-    found = bytearray()
-    while number >= 0x80:
-        found.append(number & 0x7F | 0x80)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
-
-
-def _varints(encoded: bytes) -> Iterator[int]:
-    number = shift = 0
-    for byte in encoded:
-        number |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            yield number
-            number = shift = 0

@@ -5,7 +5,8 @@
 ``documents.parquet``  id, key, start, length, supervised_tokens, domain, source, license; one row a document
 ``manifest.json``   counts, SHA-256 of the three files, tokenizer hash; its canonical JSON's SHA-256 is the shard's id
 
-A token shard is immutable and memory-mapped: it is written aside, renamed, then only read. In the example, the assistant's tokens of the
+A token shard is immutable and memory-mapped: it is written aside, renamed, then only read. ``columns.arrow`` is made from ``documents.parquet``
+(see document_columns) and can be made again; it is not part of the shard's id. In the example, the assistant's tokens of the
 chat and the ``<|im_end|>`` after them carry loss, and so does every token of the text (0 is the end token):
 
     >>> from tempfile import TemporaryDirectory
@@ -42,6 +43,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kernels.contract.files import sync_folder
+from trainer.contract.data import document_columns
 from trainer.contract.errors import TokenShardError
 
 FORMAT = 1
@@ -101,7 +103,9 @@ def write_token_shard(
         (aside / "loss_mask.bin").write_bytes(bits.tobytes())
         text = {n: pa.array(columns[n], pa.string()) for n in ("key", "id", "domain", "source", "license")}
         whole = {n: pa.array(columns[n], pa.int64()) for n in ("start", "length", "supervised_tokens")}
-        pq.write_table(pa.table({n: (text | whole)[n] for n in columns}), aside / "documents.parquet")
+        table = pa.table({n: (text | whole)[n] for n in columns})
+        pq.write_table(table, aside / "documents.parquet")
+        files = {name: hash_file(aside / name) for name in FILES}
         manifest = {
             "format": FORMAT,
             "dtype": dtype.str,
@@ -110,11 +114,13 @@ def write_token_shard(
             "supervised_tokens": int(sum(columns["supervised_tokens"])),
             "vocab_size": vocab_size,
             "tokenizer_sha256": tokenizer_sha256,
-            "files": {name: hash_file(aside / name) for name in FILES},
+            "files": files,
         }
         encoded = json.dumps(manifest, sort_keys=True, indent=1).encode()
         (aside / "manifest.json").write_bytes(encoded)
-        for name in (*FILES, "manifest.json"):
+        derived = document_columns.make_columns(table, files["documents.parquet"])
+        document_columns.write_columns(derived, aside / document_columns.FILE)
+        for name in (*FILES, "manifest.json", document_columns.FILE):
             with open(aside / name, "rb") as handle:
                 os.fsync(handle.fileno())
         sync_folder(aside)
@@ -190,7 +196,10 @@ class TokenShard:
 
     @cached_property
     def _mask_bits(self) -> npt.NDArray[np.uint8]:
-        return np.fromfile(self.path / "loss_mask.bin", np.uint8)
+        if self.manifest["tokens"] == 0:
+            return np.zeros(0, np.uint8)
+        with pa.memory_map(str(self.path / "loss_mask.bin")) as file:
+            return np.frombuffer(file.read_buffer(), np.uint8)
 
     def read_loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """True for each of the tokens [start, stop) that carries loss as a target, [stop - start]."""
@@ -199,8 +208,22 @@ class TokenShard:
         return bits[start - first * 8 : stop - first * 8].astype(bool)
 
     @cached_property
+    def columns(self) -> document_columns.DocumentColumns:
+        """The numbers of the documents, memory-mapped, and their keys one at a time. Raises: TokenShardError if they cannot be made."""
+        return document_columns.open_columns(self.path, self.manifest)
+
+    @cached_property
+    def domains(self) -> dict[str, document_columns.DomainDocuments]:
+        """The documents of each domain that has some, by ``moved`` where it says another domain than the shard."""
+        moved = {}
+        for domain, text in self.moved.items():
+            moved[domain] = _expand_row_ranges(text)
+            self._refuse_missing_row(int(moved[domain].max()), domain)
+        return self.columns.group_by_domain(moved)
+
+    @cached_property
     def documents(self) -> pa.Table:
-        """One row a document, in the order of its tokens."""
+        """One row a document, in the order of its tokens, with all strings in memory. Use ``columns`` for many documents."""
         # not pq.read_table, which imports pandas if it is installed: a fifth of a second
         with pq.ParquetFile(self.path / "documents.parquet", memory_map=True) as file:
             table = file.read()
@@ -210,32 +233,35 @@ class TokenShard:
         domains = table["domain"].to_pylist()
         for domain, text in self.moved.items():
             for row in parse_row_ranges(text):
-                if row >= len(domains):
-                    raise TokenShardError(
-                        "token_shard.no_document",
-                        "{folder}: the shard has no document {row}, which the plan moves to domain {domain!r}.",
-                        folder=str(self.path),
-                        row=row,
-                        domain=domain,
-                    )
+                self._refuse_missing_row(row, domain)
                 domains[row] = domain
         at = table.column_names.index("domain")
         return table.set_column(at, "domain", pa.array(domains, pa.string()))
 
+    def _refuse_missing_row(self, row: int, domain: str) -> None:
+        if row >= self.manifest["documents"]:
+            raise TokenShardError(
+                "token_shard.no_document",
+                "{folder}: the shard has no document {row}, which the plan moves to domain {domain!r}.",
+                folder=str(self.path),
+                row=row,
+                domain=domain,
+            )
 
-def format_row_ranges(rows: Iterable[int]) -> str:
+
+def format_row_ranges(rows: Iterable[int] | npt.NDArray[Any]) -> str:
     """Row numbers as text: ranges in ascending order.
 
     >>> format_row_ranges([7, 0, 1, 2, 9, 8]), format_row_ranges([])
     ('0-2,7-9', '')
     """
-    runs: list[list[int]] = []
-    for row in sorted(set(rows)):
-        if runs and row == runs[-1][1] + 1:
-            runs[-1][1] = row
-        else:
-            runs.append([row, row])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    found = np.unique(rows if isinstance(rows, np.ndarray) else np.fromiter(rows, np.int64))
+    if not len(found):
+        return ""
+    edges = np.flatnonzero(np.diff(found) > 1)
+    firsts = found[np.concatenate(([0], edges + 1))].tolist()
+    lasts = found[np.concatenate((edges, [len(found) - 1]))].tolist()
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts))
 
 
 def parse_row_ranges(text: str) -> list[int]:
@@ -244,8 +270,13 @@ def parse_row_ranges(text: str) -> list[int]:
     >>> parse_row_ranges("0-2,7-9")
     [0, 1, 2, 7, 8, 9]
     """
+    return _expand_row_ranges(text).tolist()
+
+
+def _expand_row_ranges(text: str) -> npt.NDArray[np.int64]:
     runs = [run.partition("-") for run in text.split(",") if run]
-    return [row for first, _, last in runs for row in range(int(first), int(last or first) + 1)]
+    each = [np.arange(int(first), int(last or first) + 1) for first, _, last in runs]
+    return np.concatenate([np.zeros(0, np.int64), *each])
 
 
 def hash_file(path: Path) -> str:

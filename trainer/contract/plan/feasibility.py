@@ -81,7 +81,7 @@ def refuse_excessive_padding(order: DataOrder, recipe: Recipe, last_step: int) -
     for step in sorted({order.step} | {step for step in changes if order.step < step < last_step}):
         rehearsal = rehearse_packing(order, step, last_step)
         if rehearsal is not None and rehearsal.padding_share > most:
-            longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
+            longest = max(stream.longest - 1 for stream in order.streams.values())
             raise DataPlanError(
                 "plan.padding",
                 "batch.max_padding: from step {step} on, batch.packing ({packing}) leaves {padding:.2%} of the positions empty, but at most "
