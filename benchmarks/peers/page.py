@@ -6,16 +6,20 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.peers.side import OURS, WARM_UP
+from benchmarks.peers.side import OURS, STAGES, WARM_UP
 
 MIB = 1 << 20
-STAGES = ("loading", "first steps", "steps", "saving")
 
 
 def rates(side: Mapping[str, Any], tokens: int) -> dict[str, float]:
     """Tokens a second of wall time and of processor time: the median of all timed steps of all rounds."""
-    timed = {key: [value for one in side["rounds"] for value in one[key][WARM_UP:]] for key in ("seconds", "core_seconds")}
-    return {"wall": tokens / statistics.median(timed["seconds"]), "processor": tokens / statistics.median(timed["core_seconds"])}
+    timed = {
+        key: [value for one in side["rounds"] for value in one[key][WARM_UP:]] for key in ("seconds", "core_seconds")
+    }
+    return {
+        "wall": tokens / statistics.median(timed["seconds"]),
+        "processor": tokens / statistics.median(timed["core_seconds"]),
+    }
 
 
 def peaks(side: Mapping[str, Any]) -> dict[str, float]:
@@ -59,6 +63,8 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     for found, ratio in zip(document["found"], document["ratios"], strict=True):
         lines += [*table(found, ratio), ""]
+    if document["note"]:
+        lines += [document["note"], ""]
     if document["left_out"]:
         lines += [f"Left out: {', '.join(document['left_out'])}, because TRL is not installed (`pip install trl`).", ""]
     return "\n".join(lines)
@@ -67,7 +73,14 @@ def markdown(document: Mapping[str, Any]) -> str:
 def table(found: Mapping[str, Any], ratio: Mapping[str, Any]) -> list[str]:
     work = found["work"]
     tokens = work["rows"] * work["context"]
-    columns = ["side", "tokens/s", "tokens/s of processor time", *(f"{stage}, MiB" for stage in STAGES), "first loss", "last loss"]
+    columns = [
+        "side",
+        "tokens/s",
+        "tokens/s of processor time",
+        *(f"{stage}, MiB" for stage in STAGES),
+        "first loss",
+        "last loss",
+    ]
     lines = [
         f"**{work['shape']}, context {work['context']}, {work['rows']} rows a step, {work['precision']}**",
         "",

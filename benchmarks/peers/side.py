@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.work import Work, first_checkpoint
 from benchmarks.support.memory import resident, restart_peak
 
 OURS, TRAINER, SFT = "factory", "Trainer", "SFTTrainer"
+STAGES = ("loading", "first steps", "steps", "saving")
 WARM_UP = 1  # steps that are not timed: the first compiles
 
 
@@ -42,12 +44,8 @@ class Measured:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     core_seconds: list[float] = field(default_factory=list)
-    peaks: dict[str, int] = field(default_factory=dict)  # imports · loading · first steps · steps · saving
+    peaks: dict[str, int] = field(default_factory=dict)  # imports, and ``STAGES``
     afterwards: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def timed(self) -> slice:
-        return slice(min(WARM_UP, len(self.seconds) - 1), None)
 
 
 class Watch:
@@ -82,7 +80,6 @@ def train_ours(folder: Path, out: Path, side: Side, kernels: Path) -> Measured:
     from kernels.contract.host_memory import keep_freed_memory
 
     keep_freed_memory()
-    from benchmarks.peers.work import Work, first_checkpoint
     from kernels.contract.precision import allow_bf16_matmul
     from trainer.contract.plan.precision import DTYPES
     from trainer.monitor.hook import Anomaly, StepHook
@@ -122,10 +119,7 @@ def train_theirs(folder: Path, out: Path, side: Side) -> Measured:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from benchmarks.peers.work import Work
-
     work = Work.load(folder)
-    chosen: dict[str, Any] = {}
     if side.name == SFT:
         from trl import SFTConfig, SFTTrainer
 
@@ -154,7 +148,7 @@ def train_theirs(folder: Path, out: Path, side: Side) -> Measured:
                 watch.measured.losses.append(float(logs["loss"]))
 
     micro = side.micro or work.rows
-    chosen = {
+    chosen: dict[str, Any] = {
         "output_dir": str(out),
         "use_cpu": True,
         "max_steps": work.steps,
