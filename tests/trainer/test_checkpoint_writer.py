@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.file_hashes import file_hashes
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segments import MakeShard
+from tests.support.trainer.small_models import run_of
 from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch
 from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, count_host_bytes, iterate_checkpoint_tensors

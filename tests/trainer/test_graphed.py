@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from tests.support.trainer.small_models import run_of
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.cuda_graphs import MOST, WARM_UPS, GraphReplayer, decide_use_of_graphs

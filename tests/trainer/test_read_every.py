@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import assert_same_run, die, records, result, start_dying
 from tests.support.trainer.segments import (
     MakeShard,
@@ -22,6 +21,7 @@ from tests.support.trainer.segments import (
     train_here,
     write_spec,
 )
+from tests.support.trainer.small_models import run_of
 from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan

@@ -31,8 +31,8 @@ from tests.support.models.small_models import Case, save_model
 from tests.support.plants.release_scene import add_candidate
 from tests.support.serving.served import add_release, make_export, tokenizer
 from tests.support.trainer.families import FAMILIES, ODD
-from tests.support.trainer.small_models import make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import make_model
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.export import convert_tensors, make_generation_config, make_hf_config
 

@@ -20,8 +20,8 @@ from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
-from tests.support.trainer.small_models import make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import make_model
 from trainer.contract.checkpoint.export import make_generation_config, make_hf_config, rename_tensors_for_hf
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from factory.ingest.chat_template import CHAT_TEMPLATE
 from tests.support.factory.exports import VOCAB
-from tests.support.trainer.small_models import make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import make_model
 from trainer.contract.checkpoint.export import export_checkpoint as write_export
 from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.small_models import make_model
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from tests.support.trainer.small_models import make_model
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model import fp8
 

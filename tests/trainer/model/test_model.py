@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.contract.registry import bind_ops
 from tests.support.trainer.families import FAMILIES, ODD
-from tests.support.trainer.small_models import make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import make_model
 from trainer.model.transformer import Decoder, make_rope_tables
 
 

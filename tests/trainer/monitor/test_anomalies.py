@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from tests.support.trainer.small_models import run_of
 from trainer.batch import Batch, make_batch
 from trainer.contract.data.data_order import DataOrder, list_document_keys
 from trainer.contract.data.data_plan import DataPlan

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.trainer.small_models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
+from tests.support.trainer.small_models import ALONE, run_of
 from trainer.batch import Batch, make_batch
 from trainer.monitor.hook import UpdateOutcome, WeightUpdate, copy_numbers_to_host
 from trainer.monitor.monitor import TURN_STEPS, UpdateMonitor, find_layer_of_parameter

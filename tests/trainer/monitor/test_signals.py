@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
+from tests.support.trainer.small_models import run_of
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, make_rope_tables

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels.newton_schulz import COEFFICIENTS, LEAST_NORM
 from kernels.newton_schulz import reference as orthogonalise
-from tests.support.trainer.small_models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import iterated, make_model
 from trainer.contract.recipe import MuonRecipe
 from trainer.monitor.stability import decide_clip_and_skip
 from trainer.optim.muon import Muon, compute_adamw_like_scale, group_parameters_for_stacking

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.support.trainer.small_models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.small_models import iterated, make_model
 from trainer.monitor.stability import decide_clip_and_skip
 from trainer.optim.optimizer import Optimizer, compute_sums_of_squares, format_update_rule_table, make_update_rule_table
 

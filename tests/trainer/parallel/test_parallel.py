@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from tests.support.forks import quick
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
-from tests.support.trainer.small_models import run_of
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import (
     MakeShard,
@@ -29,6 +28,7 @@ from tests.support.trainer.segments import (
     train_here,
     write_spec,
 )
+from tests.support.trainer.small_models import run_of
 from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_order import DataOrder
