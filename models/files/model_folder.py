@@ -68,7 +68,7 @@ def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
     config = read_model_config(folder)
     family = find_family_for_config(config, folder / "config.json")
     spec = family.read_config(config, folder / "config.json", context)
-    tensors = _read_headers(folder)
+    tensors = read_headers(folder)
     for name, one in tensors.items():
         if one.dtype not in WEIGHTS and not family.is_left_out(name, spec, config):
             raise ModelFilesError(
@@ -159,8 +159,11 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the folder's files."""
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder's model.safetensors, or of the files that its index names. No tensor is read.
+
+    Raises: ModelFilesError that names the file; OSError.
+    """
     has_one, has_index = (folder / ONE_FILE).is_file(), (folder / INDEX).is_file()
     if has_one and has_index:
         raise ModelFilesError(

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.evals.export_folder import ExportError
-from factory.evals.export_folder import read_json
+from factory.evals.export_folder import ExportError, read_json
 
 IDLE = {"bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache"}
 # Unsupported keys that can change the generated text, with the values that do not change it.

@@ -12,8 +12,7 @@ from typing import Any
 
 from factory.core.errors import suggest_name
 from factory.core.untrusted_trainer_files import parse_json_object
-from factory.evals.export_folder import ExportError
-from factory.evals.export_folder import read_config
+from factory.evals.export_folder import ExportError, read_config
 from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
 from factory.ingest.tokenizer import Tokenizer

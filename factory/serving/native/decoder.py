@@ -29,7 +29,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 
-Block = dict[str, torch.Tensor]  # the tensors of a layer by their native key; a joined one has the key of its first part
+Block = dict[
+    str, torch.Tensor
+]  # the tensors of a layer by their native key; a joined one has the key of its first part
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of RoPE [N, 1, K]
 Biases = dict[int | None, torch.Tensor | None]  # by ``LayerSpec.window``: what is added to the scores
 
@@ -69,8 +71,10 @@ class CachedDecoder:
         self._final_norm_D = self._norm_weight("final_norm")
         self.head_VD = self.weights["embedding" if spec.tied else "head"]
         self._scale = spec.attention_scale or spec.head_dim**-0.5
-        self._needs_scores = spec.attention_softcap is not None or spec.attention_sinks  # torch's fused attention has neither
-        self._ropes = {}
+        self._needs_scores = (
+            spec.attention_softcap is not None or spec.attention_sinks
+        )  # torch's fused attention has neither
+        self._ropes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for kind in sorted({layer.rope for layer in self._layers} - {"none"}):
             frequency_K2, factor = compute_rope_frequencies(spec, kind)
             factor_K2 = torch.where(frequency_K2 == 0, 1.0, factor)  # a pair that does not turn keeps its size
@@ -155,7 +159,9 @@ class CachedDecoder:
         pieces, first = [], singles
         for row, (length, start) in enumerate(zip(lengths[singles:], starts[singles:], strict=True), singles):
             last = first + length
-            of_piece = self._make_biases(column_N[first:last], start + length, sees_all=not start and not self._needs_scores)
+            of_piece = self._make_biases(
+                column_N[first:last], start + length, sees_all=not start and not self._needs_scores
+            )
             pieces.append(_Piece(first, last, row, start + length, of_piece))
             first = last
         return _Pass(row_N, column_N, self._turn(column_N), singles, seen, biases, pieces)
@@ -238,7 +244,9 @@ class CachedDecoder:
         spec = self.spec
         joined_ND = F.linear(x_ND, block["q"], block.get("q_bias"))
         if spec.qk_norm == "whole":
-            q, k, v = joined_ND.split([count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], 1)
+            q, k, v = joined_ND.split(
+                [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], 1
+            )
             joined_ND = torch.cat((self._norm(q, block["q_norm"]), self._norm(k, block["k_norm"]), v), 1)
         parts_NHK = joined_ND.view(len(x_ND), -1, spec.head_dim)
         qk_NHK, v_NGK = parts_NHK.split((spec.heads + spec.kv_heads, spec.kv_heads), 1)
