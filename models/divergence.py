@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TOLERANCE = (
-    2e-5  # relative, of fp32. Programs that round differently depart by 2e-6, GELU from its approximation by 2e-4
+    2e-5  # relative, of fp32. Programs that round differently depart by 2e-6, GELU from its tanh by 2e-4
 )
 
 
@@ -69,8 +69,10 @@ class DivergenceReport:
 
 
 def record_places(blocks: Sequence[nn.Module], run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """What ``run``, which returns the logits, has at each place. ``blocks``: the modules of the layers, whose first argument and (first) result is the
-    residual stream [B, T, D]."""
+    """What ``run``, which returns the logits, has at each place.
+
+    ``blocks``: the modules of the layers. The first argument and the (first) result of each is the residual stream [B, T, D].
+    """
     found: dict[str, Tensor] = {}
 
     def keep_input(module: nn.Module, given: tuple[Any, ...]) -> None:

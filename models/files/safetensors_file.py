@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_HEADER_BYTES = 1 << 24  # 18,867 tensors take 3 MB
-PIECE_VALUES = 1 << 20  # values that are read, checked and converted at once: 4 MiB of fp32
+PIECE_VALUES = 1 << 18  # values that are read, checked and converted at once: 1 MiB of fp32
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U8": 1}
 TORCH_NAMES = {
     "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8",
@@ -179,7 +179,8 @@ def iterate_safetensors(
         assert (given, tuple(tensor.shape)) == (name, shape), (given, tuple(tensor.shape), name, shape)
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         for first in range(0, len(flat), PIECE_VALUES):
-            yield flat[first : first + PIECE_VALUES].to(dtype).view(torch.uint8).numpy().data
+            # a copy: a view that the caller still has would keep this tensor while the next one is made
+            yield flat[first : first + PIECE_VALUES].to(dtype, copy=True).view(torch.uint8).numpy().data
         del tensor, flat  # before the next one is made
 
 
