@@ -116,7 +116,16 @@ def test_prepared_blocks_give_what_the_keys_themselves_give(case: OracleCase) ->
     ],
 )
 def test_ops_that_a_model_never_calls_are_known_from_its_description(keys: dict[str, object], called: set[str]) -> None:
-    sizes = dict(vocab_size=64, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=16, context=16)
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "d_ff": 16,
+        "context": 16,
+    }
     spec = ModelSpec(**sizes, **keys)  # type: ignore[arg-type]
     idle = {"general_attention", "softcapped_cross_entropy"} - called
     assert set(list_idle_ops(spec.model_dump())) == idle
