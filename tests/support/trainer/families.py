@@ -28,7 +28,7 @@ DESCRIBED: dict[str, dict[str, Any]] = {
         "model__mlp_bias": True,
         "model__rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
     },
-    "olmo2": {"model__norms": "post", "model__qk_norm": "whole", "model__tied": False},
+    "olmo2": {"model__head_dim": 8, "model__norms": "post", "model__qk_norm": "whole", "model__tied": False},
     "gemma2": {
         "model__norms": "sandwich",
         "model__norm_plus_one": True,
