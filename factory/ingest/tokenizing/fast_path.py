@@ -53,8 +53,8 @@ _RULES = {
         r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
-    "gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|[ ]?[A-Za-z]+|[ ]?[0-9]+|[ ]?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", _WORDS),
-    "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|[ ]?[A-Za-z]+|[0-9]|[ ]?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
+    "gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|\x20?[A-Za-z]+|\x20?[0-9]+|\x20?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", _WORDS),
+    "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|\x20?[A-Za-z]+|[0-9]|\x20?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
 }
 
 
