@@ -1,7 +1,7 @@
 """Reads the folder of a tokenizer as transformers does: added tokens, special ids, how a document begins and ends, the chat template.
 
 Four files can name special tokens: tokenizer.json, tokenizer_config.json, special_tokens_map.json and generation_config.json. Their rules are
-those of transformers 5 (``TokenizersBackend``): a token that tokenizer_config.json names is an added token, and ``add_bos_token`` or
+those of transformers 5 (its class TokenizersBackend): a token that tokenizer_config.json names is an added token, and ``add_bos_token`` or
 ``add_eos_token`` there replaces the post-processor of tokenizer.json.
 """
 

@@ -83,11 +83,6 @@ class ModelFormat:
         self.ids = ids
         self._fast = find_fast_path(self.library.inner, found.library, self._encode_by_library)
 
-    @property
-    def has_fast_path(self) -> bool:
-        """Whether ASCII text takes the faster way that was proven equal."""
-        return self._fast is not None
-
     @cached_property
     def is_lossless(self) -> bool:
         """Whether every probe text decodes to itself. A tokenizer that normalises text is not lossless."""

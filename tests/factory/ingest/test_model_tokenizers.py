@@ -217,7 +217,7 @@ def test_texts_get_the_ids_of_the_library_and_of_transformers(families: dict[str
         theirs = list(family.there(text)["input_ids"])
         prompt = family.here.encode_text_prompt(text).tolist()
         assert theirs[: len(prompt)] == prompt and len(theirs) - len(prompt) == (name == "wordpiece")  # it adds [SEP]
-    fast = family.here._form.has_fast_path  # type: ignore[union-attr]
+    fast = family.here._form._fast is not None  # type: ignore[union-attr]
     assert fast == (name in ("smollm2", "qwen2.5", "llama3", "tagged"))
 
 
