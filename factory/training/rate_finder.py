@@ -1,7 +1,7 @@
 """Finds a learning rate for the first trunk segment by a short run whose rate rises exponentially (a range test, arXiv 1506.01186 §3.3).
 
 The run starts where the next trunk segment would start, on the data of its plan, and leaves nothing but its numbers. The rate at which the smoothed
-loss is lowest is near the rate at which training fails. A tenth of it is the peak (``lr_min`` of fastai, arXiv 2002.04688 §4).
+loss is lowest is near the rate at which training fails. A tenth of it is the peak (fastai, arXiv 2002.04688 §4).
 """
 
 from __future__ import annotations
