@@ -293,8 +293,9 @@ def _foreign_ids(export: Path, tokenizer_ids: list[int | None], foreign: Foreign
         for key, value in expected.items()
         if config.get(key) != value
     ]
-    if generation.get("eos_token_id") != (stop := list(foreign.tokenizer.stop_ids)):
-        wrong.append(_other_key("generation_config.json", "eos_token_id", generation.get("eos_token_id"), stop))
+    stop, key = list(foreign.tokenizer.stop_ids), "eos_token_id"
+    if generation.get(key) != stop:
+        wrong.append(_other_key("generation_config.json", key, generation.get(key), stop))
     for key, found, value in zip(TOKEN_IDS, tokenizer_ids, foreign.tokenizer.named_ids, strict=True):
         if found != value:
             wrong.append(_other_key("tokenizer_config.json", key, found, value))

@@ -17,6 +17,8 @@
 ``document_index``                 query the documents of earlier shards
 ``decisions``                      decide over the whole shard: duplicates, held-out split, contamination
 ``tokenizer`` ``vocabulary``       use the tokenizer; train it once
+``factory_format`` ``tokenizing/``  write documents with the factory's own tokenizer, or with that of another model
+``installing``                     put the tokenizer of a model's folder into a workspace
 ``chat_template``                  make the Jinja template with which exports are served
 ``ledger_rows``                    write the ledger rows in one transaction
 ``preview``                        show how the first rows of a file are read, without storing anything

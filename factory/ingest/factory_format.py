@@ -12,9 +12,9 @@ from typing import Any
 import tokenizers
 
 from factory.ingest.shapes.chats import has_loss, make_turn
-from factory.ingest.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.description import SpecialIds
 from factory.ingest.tokenizing.fast_path import QWEN_SPLIT, FastPath, get_split_rule
+from factory.ingest.tokenizing.tokenizer_probes import PROBES
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2

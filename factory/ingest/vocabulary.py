@@ -74,7 +74,8 @@ def load_or_train_tokenizer(
                     sha256=recorded["sha256"],
                 )
             )
-        check_planned_vocabulary(plant.workspace, tokenizer)
+        if not plant.ledger.read("SELECT id FROM token_shards LIMIT 1"):
+            check_planned_vocabulary(plant.workspace, tokenizer)
         return tokenizer
     refuse_unfinished_import(plant)
     others = _other_shards(plant.workspace, path, other_files)

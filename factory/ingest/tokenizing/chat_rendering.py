@@ -1,6 +1,6 @@
 """Renders a chat template (Jinja), which is untrusted, within bounds.
 
-The environment is that of transformers 5 (``utils/chat_template_utils.py``): immutable and sandboxed, ``trim_blocks``, ``lstrip_blocks``, loop
+The environment is that of transformers 5 (its file chat_template_utils.py): immutable and sandboxed, ``trim_blocks``, ``lstrip_blocks``, loop
 controls, the tag ``generation``, ``tojson`` without HTML escapes, ``raise_exception`` and ``strftime_now``. Jinja's sandbox keeps a template from
 Python, but not from endless work. Here every loop pass and macro call counts as a step, and every text that a filter, a method or an operator makes
 has a largest length.
@@ -126,7 +126,7 @@ class _TemplateNamespace(jinja2.utils.Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
         if any(str(name).startswith("_") for name in dict(*args, **kwargs)):
-            raise jinja2.exceptions.SecurityError("a namespace has no names that begin with '_'")
+            raise jinja2.exceptions.SecurityError("namespace")
         jinja2.utils.Namespace.__init__(self, *args, **kwargs)
 
 
@@ -148,14 +148,6 @@ class ChatTemplate:
                 "the chat template is not a valid Jinja template: {error}. Correct chat_template.jinja",
                 error=str(error)[:200],
             ) from error
-
-    def list_literals(self) -> list[str]:
-        """Return the texts that the template itself contains: its plain text and its quoted texts."""
-        tree = self._environment.parse(self.source)
-        plain = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
-        return plain + [
-            node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(getattr(node, "value", None), str)
-        ]
 
     def render(
         self,

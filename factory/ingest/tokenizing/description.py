@@ -1,7 +1,7 @@
 """Reads the folder of a tokenizer as transformers does: added tokens, special ids, how a document begins and ends, the chat template.
 
 Four files can name special tokens: tokenizer.json, tokenizer_config.json, special_tokens_map.json and generation_config.json. Their rules are
-those of transformers 5 (``TokenizersBackend``): a token that tokenizer_config.json names is an added token, and ``add_bos_token`` or
+those of transformers 5 (its class TokenizersBackend): a token that tokenizer_config.json names is an added token, and ``add_bos_token`` or
 ``add_eos_token`` there replaces the post-processor of tokenizer.json.
 """
 
@@ -101,8 +101,8 @@ def read_tokenizer_folder(folder: Path, data: bytes, shown_as: Path | None = Non
             path=path,
             error=repr(error)[:300],
         ) from error
-    config = read_optional_object(folder / CONFIG)
-    names = dict(_names(config, read_optional_object(folder / NAMES)))
+    config = read_optional_object(folder / CONFIG, shown_as)
+    names = dict(_names(config, read_optional_object(folder / NAMES, shown_as)))
     library, missing = _with_named_tokens(library, config, names)
     named = {name: text for name, text in names.items() if name in NAMED}
     return TokenizerFolder(
@@ -111,27 +111,30 @@ def read_tokenizer_folder(folder: Path, data: bytes, shown_as: Path | None = Non
         _with_post_processor(library, config, named),
         config,
         named,
-        {key: value for key, value in read_optional_object(folder / GENERATION).items() if key in ID_KEYS},
-        read_chat_template(folder, config),
+        {key: value for key, value in read_optional_object(folder / GENERATION, shown_as).items() if key in ID_KEYS},
+        read_chat_template(folder, config, shown_as),
         missing,
     )
 
 
-def read_optional_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if there is no such file. Raises: InputError for a file with anything else."""
+def read_optional_object(path: Path, shown_as: Path | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if there is no such file. ``shown_as``: the folder that errors name, if the file is a copy.
+
+    Raises: InputError for a file with anything else."""
+    shown = path if shown_as is None else shown_as / path.name
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            "ingest.bad_tokenizer_file", "{path} is not JSON: {error}", path=path, error=str(error)[:200]
+            "ingest.bad_tokenizer_file", "{path} is not JSON: {error}", path=shown, error=str(error)[:200]
         ) from error
     if not isinstance(found, dict):
         raise InputError(
             "ingest.tokenizer_file_type",
             "{path} must contain a JSON object, not {kind}",
-            path=path,
+            path=shown,
             kind=type(found).__name__,
         )
     return found
@@ -149,7 +152,7 @@ def read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     return {str(piece): number for number, (piece, _) in enumerate(found)}
 
 
-def read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def read_chat_template(folder: Path, config: Mapping[str, Any], shown_as: Path | None = None) -> str | None:
     """Return the chat template of a folder; None if it has none. Raises: InputError if two files have different templates."""
     path, key = folder / TEMPLATE, config.get("chat_template")
     if isinstance(key, list):  # several templates by name
@@ -167,8 +170,8 @@ def read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
             "ingest.two_templates",
             "{path} and the key chat_template of {config} are two different chat templates. Programs read one or the other. "
             "Remove the wrong one",
-            path=path,
-            config=folder / CONFIG,
+            path=(shown_as or folder) / TEMPLATE,
+            config=(shown_as or folder) / CONFIG,
         )
     return of_file if of_file is not None else key if isinstance(key, str) else None
 

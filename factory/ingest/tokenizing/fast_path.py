@@ -16,14 +16,13 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from factory.ingest.tokenizer_probes import PROBES
+from factory.ingest.tokenizing.tokenizer_probes import PROBES
 
 PIECES_AT_MOST = 300_000  # a larger table of pieces is cleared
 LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _LINES = re.compile(r"(?<=\n)(?=\S)")  # of patterns in which blanks before a line end belong to its piece
 _WORDS = re.compile(r"(?<=\S)(?=\n)")  # of patterns in which no piece has a line end after another character
-_CONTRACTED = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,17 @@ QWEN_SPLIT = (
 _PATTERNS = {QWEN_SPLIT: "qwen", QWEN_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"): "llama3"}
 _RULES = {
     "qwen": _rule(
-        _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+        r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
     "llama3": _rule(
-        _CONTRACTED + r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+        r"|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         _LINES,
     ),
-    "gpt2": _rule(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", _WORDS),
-    "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
+    "gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|\x20?[A-Za-z]+|\x20?[0-9]+|\x20?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", _WORDS),
+    "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|\x20?[A-Za-z]+|[0-9]|\x20?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
 }
 
 

@@ -22,12 +22,12 @@ import tokenizers
 
 from factory.core.errors import InputError
 from factory.ingest.shapes.chats import has_loss, make_turn
-from factory.ingest.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.answer_spans import RenderedChat, find_answers
 from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, Chat, ChatRefusedError, ChatTemplate
 from factory.ingest.tokenizing.description import TokenizerFolder, find_special_ids
 from factory.ingest.tokenizing.fast_path import find_fast_path
 from factory.ingest.tokenizing.marked_library import MarkedLibrary
+from factory.ingest.tokenizing.tokenizer_probes import PROBES
 from factory.ingest.tokenizing.turn_grammar import TurnGrammar
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -83,11 +83,6 @@ class ModelFormat:
         self.ids = ids
         self._fast = find_fast_path(self.library.inner, found.library, self._encode_by_library)
 
-    @property
-    def has_fast_path(self) -> bool:
-        """Whether ASCII text takes the faster way that was proven equal."""
-        return self._fast is not None
-
     @cached_property
     def is_lossless(self) -> bool:
         """Whether every probe text decodes to itself. A tokenizer that normalises text is not lossless."""
@@ -127,13 +122,7 @@ class ModelFormat:
 
         Raises: ``ChatRefusedError`` if the template refuses the chat or an answer's place is not proven; ``SpellsMarkError``."""
         encoded = self._encode_chat(messages, tools, now)
-        mask = [False] * len(encoded.ids)
-        answers = [message for message in messages if message["role"] == "assistant"]
-        for message, places in zip(answers, encoded.answers, strict=True):
-            if has_loss(message):
-                for place in places:
-                    mask[place] = True
-        return encoded.ids, mask
+        return encoded.ids, _make_mask(encoded, messages)
 
     def encode_prompt(
         self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
@@ -157,7 +146,7 @@ class ModelFormat:
             for turn in said:
                 places = next(answers) if turn["role"] == "assistant" else []
                 weighed.append(make_turn(turn["role"], turn["content"], any(mask[place] for place in places)))
-            if self.encode_messages(weighed)[1] == [bool(flag) for flag in mask]:
+            if _make_mask(encoded, weighed) == [bool(flag) for flag in mask]:
                 return weighed
         raise ChatRefusedError("ingest.chat_not_decodable", "the turns of the chat cannot be read back from its tokens")
 
@@ -348,6 +337,16 @@ def find_missing_special_tokens(found: TokenizerFolder) -> list[str]:
     looks = [match.group() for text in written for match in _LOOKS_SPECIAL.finditer(text)]
     missing = [text for text in looks if text not in added]
     return list(dict.fromkeys([*missing, *(text for text in named if any(text in one for one in written))]))
+
+
+def _make_mask(encoded: EncodedChat, messages: Chat) -> list[bool]:
+    mask = [False] * len(encoded.ids)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message, places in zip(answers, encoded.answers, strict=True):
+        if has_loss(message):
+            for place in places:
+                mask[place] = True
+    return mask
 
 
 def _make_probe(roles: Sequence[str]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 The texts between turns are learned, not parsed from the template: short chats of plain words are encoded and decoded, and the text between two of
 the words is what stands between two such turns. What is read back is a proposal. The caller encodes it again and compares every id.
+A separate file, because it knows texts and roles only, and neither ids nor templates.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from factory.ledger.ledger import Ledger, tokenizers
 from factory.ledger.plant import Plant
 from factory.presets.new_workspace import install_tokenizer, open_tokenizer
 from tests.support.factory.made_up_text import prose
+from tests.support.messages import refused
 
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 CODE = "def f(x):\n    return x[0] + 12 * 345  # it's\n\n"
@@ -36,7 +37,7 @@ def setting(**keys: Any) -> Change:
 
 def added(raw: dict[str, Any]) -> None:
     like = raw["added_tokens"][0]
-    raw["added_tokens"].append(like | {"id": 600, "content": "<file>", "special": False})
+    raw["added_tokens"].append(like | {"id": 512, "content": "<file>", "special": False})
 
 
 def renumbered(raw: dict[str, Any]) -> None:
@@ -48,7 +49,7 @@ def renumbered(raw: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     texts = [f"{prose(i)}\n{CODE * 3}" for i in range(60)]
-    return train_tokenizer(iter(texts), 600, tmp_path_factory.mktemp("ours"))
+    return train_tokenizer(iter(texts), 512, tmp_path_factory.mktemp("ours"))
 
 
 def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
@@ -60,30 +61,36 @@ def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (setting(pre_tokenizer=GPT2), "split pattern of the tokenizer may differ"),
-        (
-            setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}),
-            "split pattern of the tokenizer may differ",
-        ),
-        (setting(pre_tokenizer=GPT2 | {"add_prefix_space": True}), "split pattern of the tokenizer may differ"),
-        (setting(normalizer={"type": "Lowercase"}), "split pattern of the tokenizer may differ"),
-        (setting(normalizer={"type": "NFC"}), "decodes the ids as"),
-        (added, "encodes 'a <file> b<file>' as"),
-        (renumbered, "ids 0, 1 and 2 must be <|endoftext|>"),
-        (setting(model={"type": "BPE"}), "is not a tokenizer"),
+        setting(pre_tokenizer=GPT2),
+        setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}),
+        setting(pre_tokenizer=GPT2 | {"add_prefix_space": True}),
+        setting(normalizer={"type": "Lowercase"}),
+        setting(normalizer={"type": "NFC"}),
+        added,
+        renumbered,
     ],
-    ids=["GPT-2", "digits", "a blank before", "lower case", "NFC", "an added word", "other ids", "broken"],
+    ids=["GPT-2", "digits", "a blank before", "lower case", "NFC", "an added word", "other ids"],
 )  # fmt: skip
-def test_a_tokenizer_that_would_give_other_ids_here_is_refused(
-    ours: Tokenizer, tmp_path: Path, change: Change, said: str
-) -> None:
+def test_a_tokenizer_of_another_kind_is_used_with_its_own_ids(ours: Tokenizer, tmp_path: Path, change: Change) -> None:
     path = changed(ours, tmp_path, change)
-    with pytest.raises(InputError, match="--tokenizer") as refused, open_tokenizer(path):
+    own = library.Tokenizer.from_file(str(path))
+    texts = [f"{prose(1000 + i, 30)}\n\n{CODE}  {i * 7919} naïve ☃ it's <file> cafe\u0301" for i in range(40)]
+    with open_tokenizer(path) as tokenizer:
+        assert not tokenizer.is_own
+        assert [tokenizer.encode(text) for text in texts] == [
+            own.encode(text, add_special_tokens=False).ids for text in texts
+        ]
+        assert tokenizer.end_token == own.token_to_id("<|endoftext|>")
+
+
+def test_a_broken_tokenizer_is_refused_in_one_line(ours: Tokenizer, tmp_path: Path) -> None:
+    path = changed(ours, tmp_path, setting(model={"type": "BPE"}))
+    with refused("presets.bad_tokenizer", InputError) as raised, open_tokenizer(path):
         pass
-    line = str(refused.value)
-    assert said in line and str(path) in line and "\n" not in line and "/tmp/tmp" not in line
+    line = str(raised.value)
+    assert str(path) in line and "\n" not in line and "/tmp/tmp" not in line
 
 
 def test_an_accepted_tokenizer_gives_its_own_ids_for_400_texts(ours: Tokenizer, tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_a_given_tokenizer_is_installed_before_the_first_shard_and_makes_the_sha
         install_tokenizer(Plant(plant, ledger), given)  # again: the same
         sha256 = given.sha256
     (row,) = ledger.select_rows(sa.select(tokenizers))
-    assert (row["sha256"], row["vocab_size"]) == (sha256, 600)
+    assert (row["sha256"], row["vocab_size"]) == (sha256, 512)
     frozen = Tokenizer.load(plant.tokenizer)
     assert frozen.bos == ((0,) if bos else ())
     template = json.loads((plant.tokenizer / "tokenizer_config.json").read_text())["chat_template"]

@@ -211,6 +211,8 @@ def test_a_tokenizer_without_bos_and_a_padded_vocabulary_are_converted(tmp_path:
     data["post_processor"] = None
     data["added_tokens"].append(data["added_tokens"][0] | {"id": known, "content": "<think>", "special": False})
     path.write_text(json.dumps(data))
+    named = export / "tokenizer_config.json"
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"add_bos_token": False}))
     made = write(export)
     kinds, tokens = field(made.file, "tokenizer.ggml.token_type"), field(made.file, "tokenizer.ggml.tokens")
     assert kinds == [3] * 3 + [1] * (known - 3) + [4] + [5] * (520 - known - 1)

@@ -85,7 +85,8 @@ LLAMA = (
     "{{- bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}"
     "{% else %}{% set system = '' %}{% endif %}"
-    "{{ '<|start_header_id|>system<|end_header_id|>\n\n' }}{{ 'Knowledge until: 2023\nToday: ' + date_string + '\n\n' }}{{ system }}{{ '<|eot_id|>' }}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\n' }}"
+    "{{ 'Knowledge until: 2023\nToday: ' + date_string + '\n\n' }}{{ system }}{{ '<|eot_id|>' }}"
     "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )

@@ -7,10 +7,13 @@ from typing import Any
 
 CONTENTS = (
     "", " ", "\n\n", "  two blanks", "one at the end ", "\n\tindented\n\n", "a\r\nb\r\n", "Hello, world!", "naïve café cafe\u0301 Ωμέγα ﬁ ½ x²",
-    "日本語の文章です。中文，한국어 ไทย", "שלום עולם \u202bמימין\u202c", "مرحبا بالعالم", "👩‍👩‍👧 ☃\ufe0f 🙂🙃", "zero\u200bwidth\u2060 and\u00a0nbsp\u2003em\u2028line",
-    "def f(x):\n    return x  # twice\n\n\n\tdone", "```python\nprint('hi')\n```", "12345 + 678 = 13023 v1.0.3", "I'll say it's DON'T, they've; we'RE",
+    "日本語の文章です。中文，한국어 ไทย", "שלום עולם \u202bמימין\u202c", "مرحبا بالعالم", "👩‍👩‍👧 ☃\ufe0f 🙂🙃", 
+    "zero\u200bwidth\u2060 and\u00a0nbsp\u2003em\u2028line",
+    "def f(x):\n    return x  # twice\n\n\n\tdone", "```python\nprint('hi')\n```", "12345 + 678 = 13023 v1.0.3", 
+    "I'll say it's DON'T, they've; we'RE",
     "{\"a\": [1, 2.5, null]}", "<b>bold</b> & </think> <think>", "ends with <", "> begins", "[INST] not a token [/INST]", "role: user\n\nuser\n",
-    "x", ".", "\\n \\t {{ braces }} {% raw %}", "trailing tab\t", "\u0301combining first", "A" * 300, "word " * 200, "<tool_call> as text </tool_call>",
+    "x", ".", "\\n \\t {{ braces }} {% raw %}", "trailing tab\t", "\u0301combining first", "A" * 300, "word " * 200,
+    "<tool_call> as text </tool_call>",
     "\x0b\x0c\x1c odd blanks \x1f", "tab\tseparated\tvalues", "'quoted' \"twice\" `code`", "https://a.b/c?d=e_f&g=--h!!!",
 )  # fmt: skip
 CALL = {
