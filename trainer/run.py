@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.contract.bench import BenchSetting
 from kernels.contract.precision import FP8
-from kernels.contract.registry import bind_ops, find_implementations_in_use, load_choice, load_fallback
+from kernels.contract.registry import bind_ops, find_implementations_in_use, list_idle_ops, load_choice, load_fallback
 from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter, count_host_bytes
 from trainer.contract.checkpoint import format as checkpoints
@@ -75,9 +75,10 @@ class SegmentRun:
         recipe = self.recipe = spec.recipe
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
-        ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback)
+        idle = list_idle_ops(recipe.model.model_dump())
+        ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback, idle)
         shape = BenchSetting.from_recipe_mapping(recipe.model_dump()).shape
-        self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape)
+        self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape, idle)
         # on the meta device only if the model is distributed: leaving it, torch imports sympy, which takes half a second
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)

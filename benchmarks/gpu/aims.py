@@ -13,6 +13,8 @@ SHARES = {
     "adamw": 0.85,
     "attention": 0.40,
     "linear_cross_entropy": 0.60,
+    "general_attention": 0.20,
+    "softcapped_cross_entropy": 0.45,
     "newton_schulz": 0.50,
 }
 AIM_WIDTH = 4096

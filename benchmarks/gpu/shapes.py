@@ -75,11 +75,11 @@ def sequences(op: Op, width: Width) -> int:
 
 def words(shape: Shape, op: Op) -> str:
     """What of a shape an op's work depends on."""
-    if op.name == "attention":
+    if op.name in ("attention", "general_attention"):
         return f"{shape.batch} × {shape.context:,}, {shape.heads}/{shape.kv_heads} heads × {shape.head_dim}"
     if op.name == "newton_schulz":
         return f"{shape.batch} × [{shape.d_ff:,}, {shape.d_model:,}]"
     if op.name == "adamw":
         return f"3 × [{shape.d_ff:,}, {shape.d_model:,}], [{shape.vocab_size:,}, {shape.d_model:,}]"
-    vocabulary = f", vocabulary {shape.vocab_size:,}" if op.name in ("linear_cross_entropy", "embedding") else ""
+    vocabulary = f", vocabulary {shape.vocab_size:,}" if op.name.endswith(("cross_entropy", "embedding")) else ""
     return f"{shape.tokens:,} tokens{vocabulary}"

@@ -18,7 +18,7 @@ import torch
 
 from factory.core.errors import InputError, NoMemoryError, SegmentError
 from factory.core.faults import is_machine_fault_unrelated_to_files
-from factory.evals.export_folder import ExportError, open_weights, parse_config, read_json
+from factory.evals.export_folder import ExportError, ExportWeights, parse_config, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
 from factory.ingest.tokenizer import END, FILES, IM_END, Tokenizer
 from factory.ingest.tokenizing.description import read_chat_template
@@ -126,8 +126,8 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
 
 def hash_export_tensors(export: Path) -> Digests:
     """Return the digest of every tensor in the export. Raises: ExportError."""
-    with open_weights(export) as files:
-        return _digests((name, files.read_tensor(name)) for name in files.names)
+    files = ExportWeights(export)
+    return _digests((name, files.read_tensor(name, dtype=None)) for name in files.tensors)
 
 
 def _recipe(recipe: dict[str, Any]) -> Recipe:

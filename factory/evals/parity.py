@@ -127,7 +127,7 @@ def check_parity(case: ParityCase) -> list[ProbeCheck]:
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
     """Return vLLM's checks. If vLLM cannot run this model on this machine, the checks pass with a note, because the export is not at fault."""
-    if lacks := find_vllm_obstacle(case.model.spec.head_dim):
+    if lacks := find_vllm_obstacle(case.model.spec):
         return [
             ProbeCheck(
                 name,

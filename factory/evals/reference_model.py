@@ -94,8 +94,8 @@ class ReferenceModel:
     def _use_weights(self) -> None:
         spec = self.spec
         self.head_VD = self.weights["embedding" if spec.tied else "head"]
-        kinds = {spec.layer(layer).rope for layer in range(spec.layers)} - {"none"}
-        self.ropes = {kind: _make_rope(spec, kind, self.device) for kind in kinds}
+        kinds: set[str] = {spec.layer(layer).rope for layer in range(spec.layers)}
+        self.ropes = {kind: _make_rope(spec, kind, self.device) for kind in kinds - {"none"}}
         slopes = compute_alibi_slopes(spec.heads) if spec.position == "alibi" else None
         self.slopes_H = None if slopes is None else torch.tensor(slopes, device=self.device)
 
@@ -273,7 +273,8 @@ class ReferenceModel:
                 """Return ``x`` after the norm, if the block has one of this name."""
                 return self._norm(x, block + name) if block + name in self.weights else x
 
-            y_BTD = self._attention(normed("attention_norm", x_BTD), block, layer, at, cache and cache[number], column)
+            held = None if cache is None else cache[number]
+            y_BTD = self._attention(normed("attention_norm", x_BTD), block, layer, at, held, column)
             x_BTD = x_BTD + normed("attention_post_norm", y_BTD)
             y_BTD = normed("mlp_norm", x_BTD)
             y_BTD = self._mlp(y_BTD, block) if layer.experts is None else self._mixture(y_BTD, block, layer.experts)

@@ -45,7 +45,7 @@ def make_vllm_engine_kind(environment: Path | None = None) -> EngineKind:
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
-        if lacks := find_vllm_obstacle(read_config(export).head_dim):
+        if lacks := find_vllm_obstacle(read_config(export)):
             raise InputError(
                 "serving.vllm_cannot",
                 "vLLM cannot serve {export}: {why}. Use --engine native.",

@@ -23,6 +23,8 @@ Choice = dict[
 ]  # op → implementation, or several names in order of preference (see ``split_implementation_names``)
 
 PLAIN = {"adamw": "fused"}  # plain implementations other than the reference: AdamW's is torch's own kernel
+# What holds neither the scores of a whole row nor the logits of a batch. Only some models call these ops.
+_CPU = PLAIN | {"general_attention": "blocks", "softcapped_cross_entropy": "chunked"}
 
 # The implementations that ``auto`` runs before tuning. An op that is not listed runs its reference. On a GPU these are the fused kernels. They
 # store neither the logits of a whole batch nor a mask [T, T], and make the blocks of attention once for each batch. ``python -m benchmarks.gpu``
@@ -34,6 +36,8 @@ _SM80 = {
     "swiglu": "triton, reference",
     "attention": "varlen, flex, reference",  # varlen is FlashAttention, which is only for bf16
     "linear_cross_entropy": "triton, chunked_compiled, reference",
+    "general_attention": "flex, reference",
+    "softcapped_cross_entropy": "chunked_compiled, reference",
     "embedding": "triton, reference",
     "newton_schulz": "reference",  # cuBLAS's batched products
     "adamw": "fused",
@@ -42,7 +46,7 @@ _SM80 = {
 _SM90 = _SM80 | {"embedding": "reference"}
 EVERY_OP = tuple(_SM80)
 UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute capability
-    "cpu": {0: PLAIN},
+    "cpu": {0: _CPU},
     "cuda": {0: PLAIN, 80: _SM80, 90: _SM90, 100: _SM80},
 }
 CAPABILITY = 80  # assumed for "cuda" where no machine is named

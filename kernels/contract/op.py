@@ -90,8 +90,9 @@ class Implementation:
     eager: Callable[..., Any] | None = (
         None  # the same computation without torch.compile; None: ``function`` does not compile
     )
-    # For attention: turns the documents into the argument that ``function`` takes, once for each batch (``Ops.prepare_attention``).
-    prepare: Callable[[Tensor, int], Any] | None = None
+    # For attention: turns the documents, or ``VisibleKeys`` with them, into the argument that ``function`` takes, once for each batch
+    # (``Ops.prepare_attention``).
+    prepare: Callable[[Any, int], Any] | None = None
     # Returns "NAME: reason" if another implementation computes instead on this machine, for this shape and dtype; else "".
     fallback: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
@@ -99,9 +100,10 @@ class Implementation:
         """The arguments as a layer of the model passes them, from an op's inputs. For attention, the documents are prepared."""
         if self.prepare is None:
             return inputs
-        *others, document_BT = inputs
+        *others, documents = inputs
+        document_BT = documents if isinstance(documents, Tensor) else documents[0]
         stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
-        return *others, self.prepare(document_BT, round_up_document_runs(stretches))
+        return *others, self.prepare(documents, round_up_document_runs(stretches))
 
     def can_run_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:

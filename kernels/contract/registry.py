@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ __all__ = [
     "bind_ops",
     "find_implementations_in_use",
     "find_op",
+    "list_idle_ops",
     "load_choice",
     "load_fallback",
 ]
@@ -54,9 +55,29 @@ DEVICE_CLASSES = ("cpu", "cuda")
 FALLBACKS = ("fail", "reference")  # what happens if a chosen kernel cannot be compiled or run; the first is the default
 
 
-def return_documents_unchanged(document_BT: Tensor, stretches: int) -> Any:
+def return_documents_unchanged(documents: Any, stretches: int) -> Any:
     """The ``prepare_attention`` of implementations of attention that take the documents themselves."""
-    return document_BT
+    return documents
+
+
+# Ops that only some models call: op → whether a model calls it, from the keys of its description.
+CALLED_BY: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "general_attention": lambda model: (
+        any(model.get("windows") or ())
+        or bool(model.get("attention_softcap") or model.get("attention_sinks"))
+        or model.get("position", "rope") == "alibi"
+    ),
+    "softcapped_cross_entropy": lambda model: bool(model.get("logit_softcap")),
+}
+
+
+def list_idle_ops(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The ops that a model never calls. ``model``: the section ``model`` of a recipe.
+
+    >>> list_idle_ops({"d_model": 64}), list_idle_ops({"windows": [16, None], "logit_softcap": 30.0})
+    (('general_attention', 'softcapped_cross_entropy'), ())
+    """
+    return tuple(name for name, calls in CALLED_BY.items() if not calls(model))
 
 
 @dataclass(frozen=True)
@@ -70,12 +91,17 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # attention with a window, a soft-cap, sinks or slopes: (q, k, v, sinks, soft-cap, ``VisibleKeys``)
+    general_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None, Any], Tensor]
+    softcapped_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     embedding: Callable[[Tensor, Tensor], Tensor]
     newton_schulz: Callable[[Tensor, int], Tensor]
     adamw: Callable[..., None]
     # (documents [B, T], upper bound of the number of stretches, see ``round_up_document_runs``) → the documents as ``attention`` takes them. It is
     # called once for each batch. All layers share the result in their forward pass, backward pass and recomputation.
     prepare_attention: Callable[[Tensor, int], Any] = field(default=return_documents_unchanged)
+    # The same for ``general_attention``, from its ``VisibleKeys``. It is called once for each batch and window.
+    prepare_general_attention: Callable[[Any, int], Any] = field(default=return_documents_unchanged)
 
 
 class _Registered(Mapping[str, Op]):
@@ -299,14 +325,18 @@ def find_implementations_in_use(
     compile: bool,
     fallback: str,
     shape: Shape,
+    idle: Collection[str] = (),
 ) -> list[ChosenImplementation]:
     """The implementations that compute the ops for tensors of these sizes, as ``bind_ops`` would choose them. Each choice is tried once.
 
+    ``idle``: ops that are left out, because nothing calls them.
     Raises: KernelError for an implementation that does not exist or is not for this device class.
     """
     device_class = torch.device(device).type
     found = []
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        if name in idle:
+            continue
         implementation, problems = _working(name, chosen, device_class, dtype, compile)
         why = "; ".join(problems)
         if implementation is None:
@@ -329,8 +359,10 @@ def bind_ops(
     dtype: torch.dtype = torch.float32,
     compile: bool = True,
     fallback: str = FALLBACKS[0],
+    idle: Collection[str] = (),
 ) -> Ops:
-    """The functions of a choice on a device. Each is tried once. If ``compile`` is False, none of them uses torch.compile.
+    """The functions of a choice on a device. Each is tried once. If ``compile`` is False, none of them uses torch.compile. ``idle``: ops that nothing
+    calls (``list_idle_ops``). They are not tried, and are their references.
 
     If no implementation of an op works, ``fallback`` decides: "fail" raises KernelError, "reference" warns (KernelReplacedWarning) and uses
     the reference.
@@ -348,6 +380,9 @@ def bind_ops(
     _check_fallback(fallback)
     bound = {}
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        if name in idle:
+            bound[name] = OPS[name].reference
+            continue
         found, problems = _working(name, chosen, device_class, dtype, compile)
         if found is None and fallback == "fail":
             raise KernelError(
@@ -369,6 +404,6 @@ def bind_ops(
             )
             warnings.warn(said, KernelReplacedWarning, stacklevel=2)
         bound[name] = _function(found, compile) if found is not None else OPS[name].reference
-        if name == "attention" and found is not None and found.prepare is not None:
-            bound["prepare_attention"] = found.prepare
+        if found is not None and found.prepare is not None:
+            bound[f"prepare_{name}"] = found.prepare
     return Ops(**bound)

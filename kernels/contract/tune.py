@@ -28,7 +28,7 @@ from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import compare_with_fp64
 from kernels.contract.precision import DTYPES, allow_bf16_matmul
-from kernels.contract.registry import OPS
+from kernels.contract.registry import OPS, list_idle_ops
 
 SECONDS = 60.0
 PAIRS = 7
@@ -209,8 +209,10 @@ def _progress(one: TimedImplementation) -> Message:
 
 def list_training_ops(recipe: Path) -> tuple[str, ...]:
     """The ops that training with a recipe calls. Newton–Schulz, which takes the longest to time, is left out unless the optimiser is Muon."""
-    optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
-    return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
+    read = yaml.safe_load(recipe.read_text("utf-8"))
+    optimizer = (read.get("optimizer") or {}).get("name", "adamw")
+    idle = (*list_idle_ops(read.get("model") or {}), *(() if optimizer == "muon" else ("newton_schulz",)))
+    return tuple(name for name in OPS if name not in idle)
 
 
 def main(arguments: list[str] | None = None) -> int:

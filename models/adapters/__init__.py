@@ -27,9 +27,10 @@ from models.adapters import (
 from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family, TensorMapping
 from models.spec import ModelSpec
-from models.tensors import list_tensor_shapes
+from models.tensors import Shape, list_tensor_shapes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # By model_type. A model that no file says otherwise of is exported as the first family that can hold it.
@@ -113,6 +114,14 @@ def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tens
         yield from mapping.to_theirs(
             _make_missing(mapping, read) if mapping.native not in held else read(mapping.native)
         )
+
+
+def list_stored_tensors(
+    spec: ModelSpec, family: Family, choose_dtype: Callable[[str], torch.dtype]
+) -> dict[str, tuple[torch.dtype, Shape]]:
+    """The dtype and shape of each tensor that ``convert_to_files`` yields, in the same order. ``choose_dtype``: by the name in the files."""
+    mappings = family.list_mappings(family.as_stored(spec))
+    return {name: (choose_dtype(name), mapping.shape) for mapping in mappings for name in mapping.theirs}
 
 
 def _make_missing(mapping: TensorMapping, read: Callable[[str], Tensor]) -> Tensor:

@@ -46,8 +46,9 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     # transformers 5 writes both keys. They follow from the others
     reader.only("head_dim", latent["rope_head_dim"])
     reader.only("qk_head_dim", head_dim)
-    mscale = (reader.take("rope_parameters", None) or reader.take("rope_scaling", None) or {}).get("mscale_all_dim")
     found = read_common(reader)
+    # after read_common, which checks that this is a mapping of numbers
+    mscale = (reader.take("rope_parameters", None) or reader.take("rope_scaling", None) or {}).get("mscale_all_dim")
     reader.only("num_key_value_heads", found["heads"])
     if found.get("rope_scaling") and mscale:
         found["attention_scale"] = _scale(head_dim, found["rope_scaling"]["factor"], mscale)

@@ -249,7 +249,9 @@ def write_common(spec: ModelSpec) -> dict[str, Any]:
     """The keys of config.json that ``read_common`` reads, and those that concern no description."""
     # Dynamic scaling begins beyond this many positions, whatever was trained.
     dynamic = spec.rope_scaling is not None and spec.rope_scaling.kind == "dynamic"
-    context = spec.rope_scaling.original_context if dynamic and spec.rope_scaling else spec.max_positions or spec.context
+    context = (
+        spec.rope_scaling.original_context if dynamic and spec.rope_scaling else spec.max_positions or spec.context
+    )
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,

@@ -69,4 +69,5 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     )
 
 
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", read, write, idle=("max_window_layers",))
+# The class reads neither; SmolLM3's own file says 2 for the second.
+FAMILY = Family("smollm3", "SmolLM3ForCausalLM", read, write, idle=("max_window_layers", "pretraining_tp"))

@@ -68,19 +68,19 @@ def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
     config = read_model_config(folder)
     family = find_family_for_config(config, folder / "config.json")
     spec = family.read_config(config, folder / "config.json", context)
-    tensors = _read_headers(folder)
-    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
-    used = {name: one for name, one in tensors.items() if name not in left_out}
-    for name, one in used.items():
-        if one.dtype not in WEIGHTS:
+    tensors = read_headers(folder)
+    for name, one in tensors.items():
+        if one.dtype not in WEIGHTS and not family.is_left_out(name, spec, config):
             raise ModelFilesError(
                 "models.stored_dtype",
                 "{file}: tensor {tensor} has dtype {dtype}. Use a copy of the model whose weights are {allowed}",
                 file=one.file,
-                tensor=name,
+                tensor=name[:120],
                 dtype=one.dtype,
                 allowed=list(WEIGHTS),
             )
+    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
+    used = {name: one for name, one in tensors.items() if name not in left_out}
     if spec.tied and "lm_head.weight" in left_out:
         _require_equal_head(tensors)
     return ModelSource(
@@ -159,8 +159,11 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the folder's files."""
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder's model.safetensors, or of the files that its index names. No tensor is read.
+
+    Raises: ModelFilesError that names the file; OSError.
+    """
     has_one, has_index = (folder / ONE_FILE).is_file(), (folder / INDEX).is_file()
     if has_one and has_index:
         raise ModelFilesError(
@@ -245,7 +248,8 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
 def check_shapes(
     spec: ModelSpec, family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path
 ) -> list[str]:
-    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head.
+    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head,
+    tensors without elements.
 
     Raises: ModelFilesError that names the first tensor that is missing, unknown or of another shape, and how many are.
     """
@@ -277,6 +281,7 @@ def check_shapes(
         if not (
             family.is_left_out(name, spec, config)
             or name.endswith(".rotary_emb.inv_freq")  # a buffer of old versions of transformers
+            or 0 in shapes[name]  # transformers writes some for a model without shared experts
             or (spec.tied and name == "lm_head.weight" and shapes[name] == (spec.vocab_size, spec.d_model))
         )
     ]

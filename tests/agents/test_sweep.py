@@ -23,6 +23,7 @@ from agents.line_profiler.sweep.sweep_items import (
 )
 from agents.line_profiler.sweep.work_queue import ProcessWorkers, SweepError
 from tests.support.messages import codes, refused
+from tests.support.paths import ROOT
 
 ROOF = PeakRates(1e12, 1e10)
 PARAMETERS = {"7b": 7e9, "29b": 29e9, "375b": 375e9, "1t": 1e12}
@@ -103,7 +104,9 @@ def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path
     for one in found.slices:
         assert one.seconds == pytest.approx(sum(line.seconds for line in one.lines))
         assert 0 < one.measured_share < 1
-    down = next(line for line in by_model["1t"].lines if line.name.startswith("trainer/model/experts.py:61"))
+    source = (ROOT / "trainer" / "model" / "experts.py").read_text().splitlines()
+    place = f"trainer/model/experts.py:{next(n for n, text in enumerate(source, 1) if 'y = by_expert(' in text)}"
+    down = next(line for line in by_model["1t"].lines if line.name.startswith(place))
     assert down.how in ("roofline", "both")  # 384 experts are 11 GB
     missing = [item for item in found.items if item.why_not]
     assert missing and all(item.seconds == item.roof_s for item in missing)

@@ -241,7 +241,9 @@ COSTS = {
     "swiglu": (3 * F, 5 * F, 5 * F, 12 * F),
     "embedding": (2 * X, 0, X + TABLE, X),
     "attention": (2 * Q + 2 * K, 2 * Q * 8, 4 * Q + 4 * K, 5 * Q * 8),
+    "general_attention": (2 * Q + 2 * K, 4 * Q * 2, 4 * Q + 4 * K, 10 * Q * 2),  # each query sees two keys
     "linear_cross_entropy": (X + TABLE, 2 * X * 11, 2 * (X + TABLE), 4 * X * 11),
+    "softcapped_cross_entropy": (X + TABLE, 2 * X * 11, 2 * (X + TABLE), 4 * X * 11),
 }
 
 
@@ -263,8 +265,10 @@ def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
         name == "newton_schulz"
     ):  # in bf16 inside, [5, 7]: three passes over it and four over [5, 5] a step; read and written once
         assert cost.forward_flops == products and cost.forward_bytes == 3 * (5 * (3 * 35 + 4 * 25) * 2 + 35 * (2 + 2))
-    elif name == "linear_cross_entropy":
+    elif name.endswith("cross_entropy"):
         assert cost.forward_flops == products
+    elif name == "general_attention":  # the reference multiplies the whole square
+        assert cost.forward_flops == products * 2 / 8
     elif name == "adamw":
         weights = sum(weight.numel() for weight in inputs[0])
         assert found[:2] == (7 * weights, 15 * weights)

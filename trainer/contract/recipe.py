@@ -265,6 +265,13 @@ class ParallelRecipe(StrictSchema):
                 replicas=self.replicas,
                 ranks=ranks // self.tensor,
             )
+        if self.tensor > 1 and model.qk_norm == "whole":
+            raise RecipeError(
+                "recipe.tensor_whole_norm",
+                "parallel.tensor ({tensor}) is not possible with 'model.qk_norm: whole', whose norm needs all heads of a token on one rank. "
+                "Write 'parallel.tensor: 1'",
+                tensor=self.tensor,
+            )
         sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
         if model.experts is not None:
             sizes |= {"experts.d_ff": model.experts.d_ff}
@@ -350,13 +357,22 @@ class Recipe(StrictSchema):
             "heads · head_dim": model.heads * model.head_dim,
             "kv_heads · head_dim": model.kv_heads * model.head_dim,
         }
-        experts = model.experts
+        experts, latent = model.experts, model.latent
+        if latent is not None:
+            sizes |= {
+                "latent.kv_rank + latent.rope_head_dim": latent.kv_rank + latent.rope_head_dim,
+                "latent.kv_rank": latent.kv_rank,
+                "latent.q_rank": latent.q_rank or 16,
+                "heads · (latent.nope_head_dim + latent.v_head_dim)": model.heads
+                * (latent.nope_head_dim + latent.v_head_dim),
+                "heads · latent.v_head_dim": model.heads * latent.v_head_dim,
+            }
         if experts is None or experts.dense_layers:
             sizes["d_ff"] = model.d_ff
         if experts is not None and experts.shared:
             sizes["experts.shared · experts.d_ff"] = experts.shared * experts.d_ff
         for key, size in sizes.items():
-            ranks = 1 if key in ("context", "d_model") else split
+            ranks = 1 if key in ("context", "d_model") or key.startswith("latent.") else split
             if size % (16 * ranks):
                 share = (
                     Message(

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.contract.registry import Ops
-from models.rope import compute_rope_frequencies
+from kernels.general_attention.visible_keys import VisibleKeys
+from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
 from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
 from trainer.model import fp8
-from trainer.model.attention import choose_attention
+from trainer.model.attention import Visibility, choose_attention, choose_visibility
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -129,7 +130,7 @@ class Block(nn.Module):
                 self.register_parameter(name, None)
         self.placement = NORM_PLACEMENTS[shape.norms]
         self.norm_weight = self.weight_plus_one if shape.norm_plus_one else self.weight
-        self.window, self.attention = choose_attention(shape, described)
+        self.visibility, self.attention = choose_visibility(shape, described), choose_attention(shape, described)
         self.query_scale = 1.0 if shape.attention_scale is None else shape.attention_scale * shape.head_dim**0.5
         self.attention_products = self.biased_products if shape.qkv_bias else self.products
         self.mlp_products = self.biased_products if shape.mlp_bias else self.products
@@ -148,10 +149,15 @@ class Block(nn.Module):
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """``prepared_documents``: the documents as prepared for attention (``Ops.prepare_attention``); None: the op prepares them itself."""
-        prepared_documents = documents_BT if prepared_documents is None else prepared_documents
+        if prepared_documents is None:
+            prepared_documents = self.see(documents_BT)
         if self.recompute and torch.is_grad_enabled():
             return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents, use_reentrant=False)  # type: ignore[no-any-return]
         return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
+
+    def see(self, documents_BT: Tensor) -> Any:
+        """The documents as this layer's op takes them unprepared, without the slopes of ALiBi."""
+        return documents_BT if self.visibility is None else VisibleKeys(documents_BT, self.visibility.window, None)
 
     def run(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any
@@ -260,7 +266,8 @@ class Decoder(nn.Module):
         # rounded as transformers rounds Gemma's, so that bf16 has its numbers
         self.embedding_scale = float(torch.tensor(shape.embedding_scale or 1.0, dtype=dtype, device="cpu"))
         self.rope_kinds = sorted({block.rope for block in self.blocks} - {"none"}) or ["main"]
-        self.windows = sorted({block.window for block in self.blocks} - {None})
+        self.visibilities: set[Visibility | None] = {block.visibility for block in self.blocks}  # type: ignore[misc]
+        self.apply_head_loss = self._apply_plain_head if shape.logit_softcap is None else self._apply_capped_head
         self.constants: dict[tuple[str, torch.device], Any] = {}  # frequencies and slopes on their device
 
     @staticmethod
@@ -315,7 +322,7 @@ class Decoder(nn.Module):
         ``batch_sizes``: the number of different batch sizes of the run. By default torch compiles eight graphs and then runs uncompiled code,
         which rounds differently. Therefore the limit is raised.
         """
-        kinds = len({(block.has_rope, block.window, block.experts is None) for block in self.blocks})
+        kinds = len({(block.has_rope, block.visibility, block.experts is None) for block in self.blocks})
         pieces = (
             8 if self.shape.experts is not None else 1
         )  # number of graphs into which the compiler splits a layer of experts
@@ -366,7 +373,7 @@ class Decoder(nn.Module):
         prepared = self._prepare_documents(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
-            x_BSD, extras = block(x_BSD, *tables[block.rope], documents_BT, prepared[block.window])  # type: ignore[index]
+            x_BSD, extras = block(x_BSD, *tables[block.rope], documents_BT, prepared[block.visibility])  # type: ignore[index]
             if extras is not None:
                 every_extras.append(extras)
         return x_BSD, every_extras
@@ -380,9 +387,25 @@ class Decoder(nn.Module):
             self.constants[key] = frequencies.to(positions_BT.device), factor
         return look_up_rope_tables(positions_BT, self.shape.context, *self.constants[key], self.dtype)
 
-    def _prepare_documents(self, documents_BT: Tensor, stretches: int) -> dict[int | None, Any]:
-        """The documents as the attention of each kind of layer takes them, by window (``Block.window``)."""
-        return {None: self.ops.prepare_attention(documents_BT, stretches)}
+    def _prepare_documents(self, documents_BT: Tensor, stretches: int) -> dict[Visibility | None, Any]:
+        """The documents as the attention of each kind of layer takes them."""
+        found: dict[Visibility | None, Any] = {}
+        for visibility in self.visibilities:
+            if visibility is None:
+                found[None] = self.ops.prepare_attention(documents_BT, stretches)
+            else:
+                slopes_H = self._find_own_slopes(documents_BT.device) if visibility.has_slopes else None
+                visible = VisibleKeys(documents_BT, visibility.window, slopes_H)
+                found[visibility] = self.ops.prepare_general_attention(visible, stretches)
+        return found
+
+    def _find_own_slopes(self, device: torch.device) -> Tensor:
+        """ALiBi's slopes of this rank's heads."""
+        key = "slopes", device
+        if key not in self.constants:
+            slopes_1H = torch.tensor([compute_alibi_slopes(self.shape.heads)], device=device)
+            self.constants[key] = self.tensor.take_own_positions(slopes_1H)[0]
+        return self.constants[key]  # type: ignore[no-any-return]
 
     def loss(
         self,
@@ -403,7 +426,7 @@ class Decoder(nn.Module):
         """
         x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
         targets_BS, weights_BS = self.tensor.take_own_positions(targets_BT), self.tensor.take_own_positions(weights_BT)
-        loss, nll_N = self.ops.linear_cross_entropy(
+        loss, nll_N = self.apply_head_loss(
             self._head_input(x_BSD).flatten(0, 1),
             self._head(),
             targets_BS.flatten(),
@@ -424,7 +447,16 @@ class Decoder(nn.Module):
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """The logits [B, S, V], for tests and for comparing an export. Training never has all of them in memory."""
         x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
-        return F.linear(self._head_input(x_BSD), self._head())
+        logits_BSV = F.linear(self._head_input(x_BSD), self._head())
+        cap = self.shape.logit_softcap
+        return logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)
+
+    def _apply_plain_head(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return self.ops.linear_cross_entropy(*given)
+
+    def _apply_capped_head(self, *given: Any) -> tuple[Tensor, Tensor]:
+        assert self.shape.logit_softcap is not None
+        return self.ops.softcapped_cross_entropy(*given, self.shape.logit_softcap)
 
     def _head(self) -> Tensor:
         """The head's matrix [V, D]: the embedding if it is tied."""

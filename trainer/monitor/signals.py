@@ -283,6 +283,8 @@ def find_largest_attention_logit(
     documents_T = documents_BT[0]
     documents_P1 = documents_T[places_P].unsqueeze(1)
     seen_PT = (documents_P1 == documents_T) & (documents_P1 >= 0) & (places_T <= places_P.unsqueeze(1))
+    if block.visibility is not None and block.visibility.window is not None:
+        seen_PT &= places_P.unsqueeze(1) - places_T < block.visibility.window
     return torch.where(seen_PT, logits_GrPT, 0.0).amax()
 
 

@@ -22,6 +22,7 @@ from factory.core.workspace import find_checkout_root
 from factory.evals.probes.checks import OF_ENGINE, ProbeCheck
 from factory.evals.probes.engine import EngineClient, Fixture
 from kernels.contract.message import Message
+from models.spec import ModelSpec
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
 VLLM_PROGRAM = find_checkout_root() / ".venv-serve" / "bin" / "vllm"
@@ -107,13 +108,17 @@ def make_engine_detail(engine: str, detail: str) -> Message:
     return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
 
 
-def find_vllm_obstacle(head_dim: int) -> Message | None:
-    """Return why vLLM cannot run a model with this ``head_dim`` on this machine; None if there is no known reason."""
-    if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
+def find_vllm_obstacle(spec: ModelSpec) -> Message | None:
+    """Return why vLLM cannot run a model on this machine; None if there is no known reason. vLLM has the class of each family."""
+    if Path("/dev/nvidia0").exists():
+        return None
+    if spec.latent is not None:  # vllm/platforms/cpu.py
+        return Message("engine_process.no_latent", "vLLM on a CPU does not support multi-head latent attention")
+    if spec.head_dim in VLLM_CPU_HEAD_DIMS:
         return None
     return Message(
         "engine_process.no_head_dim", "vLLM on a CPU does not support head_dim {head_dim}. Supported: {known}",
-        head_dim=head_dim, known=VLLM_CPU_HEAD_DIMS,
+        head_dim=spec.head_dim, known=VLLM_CPU_HEAD_DIMS,
     )  # fmt: skip
 
 

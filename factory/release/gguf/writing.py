@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import InputError
 from factory.core.progress import Progress
-from factory.evals.export_config import ExportConfig
-from factory.evals.export_folder import check_tensors, read_config, read_json
+from factory.evals.export_folder import ExportWeights, read_config, read_json
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.tokenizing.fast_path import name_split
 from factory.ledger.ledger import Ledger
@@ -31,12 +29,13 @@ from factory.release.gguf.tensors import Floats, GgufTensor, find_gguf_architect
 from factory.release.published_link import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
+from models.files.model_folder import INDEX, ONE_FILE
+from models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import gguf
 
 PUBLISHED = "published"
-WEIGHTS = "model.safetensors"  # the file of an export with its weights
 LICENCE = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9.+:() -]{1,200}")
 BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
@@ -110,14 +109,17 @@ def write_export_gguf(
         raise InputError(
             "gguf.file_exists", "{file} exists already. Give another file name, or remove this file", file=out
         )
-    if around := next((folder for folder in out.resolve().parents if (folder / WEIGHTS).exists()), None):
+    weights = (ONE_FILE, INDEX)
+    if around := next(
+        (folder for folder in out.resolve().parents if any((folder / one).exists() for one in weights)), None
+    ):
         raise InputError(
             "gguf.inside_export",
             "{folder} is an export, and a new file in it would change the export's hash. Give a file name in another folder",
             folder=around,
         )
-    config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
-    plan = plan_gguf_tensors(config, model_type)
+    spec = read_config(export)
+    plan = plan_gguf_tensors(spec)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,18 +130,18 @@ def write_export_gguf(
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        written = _write(export, aside, config, model_type, plan, about, progress, gguf_type)
+        written = _write(export, aside, spec, plan, about, progress, gguf_type)
         rename_into_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)
-    return GgufFile(out, written, find_llama_cpp_architecture_name(model_type), len(plan), out.stat().st_size)
+    return GgufFile(out, written, find_llama_cpp_architecture_name(spec), len(plan), out.stat().st_size)
 
 
-def find_llama_cpp_architecture_name(model_type: str) -> str:
+def find_llama_cpp_architecture_name(spec: ModelSpec) -> str:
     """Return llama.cpp's name of the architecture, for the key ``general.architecture``."""
     import gguf
 
-    return gguf.MODEL_ARCH_NAMES[find_gguf_architecture(model_type)]
+    return gguf.MODEL_ARCH_NAMES[find_gguf_architecture(spec)]
 
 
 def _require_package() -> None:
@@ -153,41 +155,35 @@ def _require_package() -> None:
 
 
 def _write(
-    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[GgufTensor],
+    export: Path, aside: Path, spec: ModelSpec, plan: list[GgufTensor],
     about: dict[str, str | int], progress: Progress, kind: GgufType | None,
 ) -> GgufType:  # fmt: skip
     """Write the whole file. Returns the type of its matrices."""
     import gguf
 
-    path = export / WEIGHTS
+    files = ExportWeights(export)
+    files.check_tensors(spec)
+    kind = kind or TYPE_OF_EXPORT[files.tensors["model.embed_tokens.weight"].dtype]
+    writer = gguf.GGUFWriter(aside, find_llama_cpp_architecture_name(spec))
+    _add_metadata(writer, spec, about, kind)
+    add_vocabulary(writer, export, spec.vocab_size)
+    types = {part.name: _type_of(part, kind) for part in plan}
+    sizes = {part.name: _bytes(part.shape, types[part.name]) for part in plan}
+    for part in plan:
+        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), sizes[part.name], types[part.name])
     try:
-        with safe_open(path, framework="pt") as file:
-            check_tensors(path, file, config)
-            kind = kind or TYPE_OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
-            writer = gguf.GGUFWriter(aside, find_llama_cpp_architecture_name(model_type))
-            _add_metadata(writer, config, about, kind)
-            add_vocabulary(writer, export, config.vocab_size)
-            types = {part.name: _type_of(part, kind) for part in plan}
-            sizes = {part.name: _bytes(part.shape, types[part.name]) for part in plan}
-            for part in plan:
-                writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), sizes[part.name], types[part.name])
-            try:
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-            finally:
-                writer.close()
-            with open(aside, "ab") as out, progress.task(f"{path.parent.name} as GGUF", sum(sizes.values())) as task:
-                _pad(out)
-                for part in plan:  # without the writer of ``gguf``: numpy's error for a full disk has no errno
-                    tensors = [file.get_tensor(name).float().numpy() for name in part.sources]
-                    out.write(_stored(path, part, part.build_array(tensors), types[part.name]).data)
-                    _pad(out)
-                    task.advance(sizes[part.name], part.name)
-    except SafetensorError as error:
-        raise InputError(
-            "gguf.unreadable_weights", "{path} cannot be read: {why}", path=path, why=str(error)
-        ) from error
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+    with open(aside, "ab") as out, progress.task(f"{export.name} as GGUF", sum(sizes.values())) as task:
+        _pad(out)
+        for part in plan:  # without the writer of ``gguf``: numpy's error for a full disk has no errno
+            tensors = [files.read_tensor(name).numpy() for name in part.sources]
+            out.write(_stored(export, part, part.build_array(tensors), types[part.name]).data)
+            _pad(out)
+            task.advance(sizes[part.name], part.name)
     return kind
 
 
@@ -214,7 +210,7 @@ def _bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
     return math.prod(shape) // block * size
 
 
-def _stored(path: Path, part: GgufTensor, values: Floats, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+def _stored(export: Path, part: GgufTensor, values: Floats, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
     """Convert a tensor to its type. Raises: InputError for a weight that would become infinite."""
     import gguf
 
@@ -222,9 +218,9 @@ def _stored(path: Path, part: GgufTensor, values: Floats, kind: gguf.GGMLQuantiz
     if not largest <= LARGEST.get(kind.name, math.inf):
         raise InputError(
             "gguf.large_weight",
-            "{path}: {tensor} has a weight of {weight:.3g}, which is too large for {type}: use --type bf16 or f32",
-            path=path,
-            tensor=part.sources[0],
+            "{export}: {tensor} has a weight of {weight:.3g}, which is too large for {type}: use --type bf16 or f32",
+            export=export,
+            tensor=part.sources[0] if part.sources else part.name,
             weight=largest,
             type=kind.name,
         )
@@ -232,7 +228,7 @@ def _stored(path: Path, part: GgufTensor, values: Floats, kind: gguf.GGMLQuantiz
     return stored
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str, str | int], kind: GgufType) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec, about: dict[str, str | int], kind: GgufType) -> None:
     import gguf
 
     for key, value in about.items():
@@ -243,28 +239,50 @@ def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.d_ff)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    if (experts := config.experts) is not None:
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.d_model)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.d_ff)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_dimension_count(spec.rope_dim)
+    writer.add_rope_freq_base(spec.rope_theta)
+    _add_rope_scaling(writer, spec)
+    if window := next((one for one in spec.windows or [] if one), None):
+        writer.add_sliding_window(window)
+    if spec.window_rope_theta is not None:
+        writer.add_rope_freq_base_swa(spec.window_rope_theta)
+    if spec.attention_softcap is not None:
+        writer.add_attn_logit_softcapping(spec.attention_softcap)
+    if spec.logit_softcap is not None:
+        writer.add_final_logit_softcapping(spec.logit_softcap)
+    if (experts := spec.experts) is not None:
         writer.add_expert_count(experts.count)
         writer.add_expert_used_count(experts.per_token)
         writer.add_expert_feed_forward_length(experts.d_ff)
         writer.add_expert_shared_count(experts.shared)
         writer.add_leading_dense_block_count(experts.dense_layers)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_weights_norm(True)
-        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[experts.scores.upper()])
+        writer.add_expert_weights_norm(experts.normalise)
+        writer.add_expert_weights_scale(experts.scale)
         writer.add_nextn_predict_layers(0)
+
+
+def _add_rope_scaling(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Llama 3's scaling is a tensor, and dynamic scaling is none up to the model's context."""
+    import gguf
+
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind not in ("linear", "yarn"):
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType[scaling.kind.upper()])
+    writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.original_context is not None:
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_context)
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class CachedDecoder:
         self._needs_scores = (
             spec.attention_softcap is not None or spec.attention_sinks
         )  # torch's fused attention has neither
-        self._ropes = {}
+        self._ropes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for kind in sorted({layer.rope for layer in self._layers} - {"none"}):
             frequency_K2, factor = compute_rope_frequencies(spec, kind)
             factor_K2 = torch.where(frequency_K2 == 0, 1.0, factor)  # a pair that does not turn keeps its size

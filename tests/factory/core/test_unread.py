@@ -13,8 +13,7 @@ import torch
 
 from factory.core.exports import hash_export_folder
 from factory.core.faults import NO_FILE_HANDLES, find_fault_in
-from factory.evals.export_folder import ExportError
-from factory.evals.export_folder import read_json
+from factory.evals.export_folder import ExportError, read_json
 from factory.evals.export_parity import hash_export_tensors
 from factory.ingest import vocabulary
 from factory.ingest.readers import ShardProblem, read_rows

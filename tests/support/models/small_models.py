@@ -11,7 +11,7 @@ import torch
 
 from models.adapters import FAMILIES
 
-CONTEXT = 64  # of every case. Windows are shorter than it
+CONTEXT = 80  # of every case: longer than each window, and room for a prompt and 64 tokens
 WINDOW = 9
 SIZES = {
     "vocab_size": 96,
@@ -23,6 +23,9 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,  # greedy decoding must not end, and no token of it may be held back
+    "pad_token_id": None,  # its embedding would get no gradient in transformers
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -105,27 +108,138 @@ CASES = [
     Case("llama", "scaled", {"rope_scaling": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     Case("llama", "linear", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     Case("llama", "dynamic", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
-    Case("qwen2", "windows", WHOLE_HEADS | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True}),
+    Case(
+        "qwen2",
+        "windows",
+        WHOLE_HEADS
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
     Case("qwen2", "yarn", WHOLE_HEADS | {"rope_scaling": YARN, "rope_theta": 1e6}),
     Case("qwen3", "plain", {"rope_theta": 1e6, "tie_word_embeddings": True}),
-    Case("qwen3", "windows", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "attention_bias": True, "rope_scaling": YARN}),
-    Case("qwen3_moe", "plain", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    Case("qwen3_moe", "windows", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True, "tie_word_embeddings": True}),
-    Case("smollm3", "plain", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
-    Case("smollm3", "windows", {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "rope_scaling": YARN, "pad_token_id": 0}),
+    Case(
+        "qwen3",
+        "windows",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+            "attention_bias": True,
+            "rope_scaling": YARN,
+        },
+    ),
+    Case(
+        "qwen3_moe",
+        "plain",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    Case(
+        "qwen3_moe",
+        "windows",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": False,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case("smollm3", "plain", {"no_rope_layer_interval": 2}),
+    Case(
+        "smollm3",
+        "windows",
+        {
+            "no_rope_layer_interval": 3,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rope_scaling": YARN,
+        },
+    ),
     Case("olmo2", "plain", WHOLE_HEADS | {"rope_theta": 5e5}),
     Case("olmo2", "tied", WHOLE_HEADS | {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LLAMA3}),
     Case("mistral", "windows", {"sliding_window": WINDOW}),
-    Case("mistral", "tied", {"sliding_window": None, "tie_word_embeddings": True, "rope_theta": 1e6, "rope_scaling": YARN}),
-    Case("gemma2", "plain", {"sliding_window": WINDOW, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    Case("gemma2", "biases", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "attention_bias": True, "rope_theta": 3e4}),
-    Case("gemma3_text", "scaled", {"sliding_window": WINDOW, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 1e3}),
-    Case("gemma3_text", "biases", {"sliding_window": WINDOW, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16, "attention_bias": True, "final_logit_softcapping": 3.0}),
+    Case(
+        "mistral",
+        "tied",
+        {"sliding_window": None, "tie_word_embeddings": True, "rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+    Case(
+        "gemma2",
+        "plain",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    Case(
+        "gemma2",
+        "biases",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": None,
+            "attention_bias": True,
+            "rope_theta": 3e4,
+        },
+    ),
+    Case(
+        "gemma3_text",
+        "scaled",
+        {
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 12,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_local_base_freq": 1e3,
+        },
+    ),
+    Case(
+        "gemma3_text",
+        "biases",
+        {
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 16,
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     Case("glm4_moe", "plain", EXPERTS | {"attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0}),
-    Case("glm4_moe", "tied", EXPERTS | {"partial_rotary_factor": 0.25, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    Case(
+        "glm4_moe",
+        "tied",
+        EXPERTS
+        | {
+            "partial_rotary_factor": 0.25,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     Case("deepseek_v3", "plain", EXPERTS | LATENT | {"rope_scaling": MSCALE}),
-    Case("deepseek_v3", "queries", EXPERTS | LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True}),
-]  # fmt: skip
+    Case(
+        "deepseek_v3",
+        "queries",
+        EXPERTS
+        | LATENT
+        | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    ),
+]
 
 
 def save_model(model: Any, folder: Path, most_bytes: int | str = "50GB") -> Path:

@@ -17,3 +17,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-no-shared": ("Glm4MoeForCausalLM", {"model__experts": EXPERTS | {"shared": 0}}),
     "mup": ("Qwen3ForCausalLM", {"model__base_d_model": 8}),
 }
+
+# Models that a description of each further kind gives: what families of public models need beyond those above.
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model__qk_norm": False,
+        "model__tied": False,
+        "model__qkv_bias": True,
+        "model__attention_out_bias": True,
+        "model__mlp_bias": True,
+        "model__rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
+    },
+    "olmo2": {"model__norms": "post", "model__qk_norm": "whole", "model__tied": False},
+    "gemma2": {
+        "model__norms": "sandwich",
+        "model__norm_plus_one": True,
+        "model__qk_norm": False,
+        "model__windows": [9, None],
+        "model__attention_softcap": 2.0,
+        "model__logit_softcap": 3.0,
+        "model__activation": "gelu_tanh",
+        "model__embedding_scale": 5.65625,
+    },
+    "qwen3-moe": {
+        "model__tied": False,
+        "model__experts": {
+            "count": 4, "per_token": 2, "d_ff": 16, "shared": 0, "dense_layers": 0, "scores": "softmax", "balance": "loss", "loss_weight": 0.1,
+        },
+    },
+    "deepseek": {
+        "model__qk_norm": False,
+        "model__kv_heads": 4,
+        "model__tied": False,
+        "model__latent": {"q_rank": 24, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 8, "v_head_dim": 12},
+        "model__experts": {"count": 8, "per_token": 2, "d_ff": 16, "shared": 1, "groups": 4, "groups_per_token": 2, "scale": 1.5},
+    },
+}  # fmt: skip

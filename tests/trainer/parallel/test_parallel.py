@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.support.forks import quick
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.trainer.families import DESCRIBED
 from tests.support.trainer.models import run_of
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import (
@@ -73,6 +74,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (2, {"parallel__replicas": 2, "batch__micro_sequences": 2}),
     "tensor-experts": (2, {"parallel__tensor": 2, "model__experts": EXPERTS, "batch__micro_sequences": 4}),
     "shard-experts-muon": (2, {"model__experts": EXPERTS, "optimizer__name": "muon", "batch__micro_sequences": 2}),
+    "shard-windows": (2, DESCRIBED["gemma2"] | {"batch__micro_sequences": 2}),
+    "shard-norms": (2, DESCRIBED["olmo2"]),
+    "shard-balance-loss": (2, DESCRIBED["qwen3-moe"] | {"batch__micro_sequences": 2}),
+    "tensor-biases": (2, DESCRIBED["llama"] | {"parallel__tensor": 2}),
+    "tensor-windows": (2, DESCRIBED["gemma2"] | {"parallel__tensor": 2, "parallel__recompute": "block"}),
+    "tensor-latent": (2, DESCRIBED["deepseek"] | {"parallel__tensor": 2}),
+    "tensor-balance-loss": (2, DESCRIBED["qwen3-moe"] | {"parallel__tensor": 2}),
     "shard-tensor-muon-recompute": (
         4,
         {"parallel__tensor": 2, "optimizer__name": "muon", "parallel__recompute": "block"},

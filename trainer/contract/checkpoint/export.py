@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.adapters import convert_to_files, find_family_for_export
+from kernels.contract.message import Message
+from models.adapters import convert_to_files, find_family_for_export, list_stored_tensors
+from models.files.safetensors_file import write_weights
 from models.spec import ModelSpec
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.errors import run_and_get_exit_code
+from trainer.contract.errors import CheckpointError, run_and_get_exit_code
 from trainer.contract.recipe import Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -26,16 +28,18 @@ KEPT_IN_FP32 = "e_score_correction_bias"  # rounding would choose other experts;
 
 
 def export_checkpoint(source: Path, out: Path) -> None:
-    """Export a checkpoint to a folder. Raises: CheckpointError if the checkpoint does not verify; OSError."""
-    loaded = checkpoints.load_checkpoint(source)
-    recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
-    tensors = dict(convert_tensors(loaded.model, recipe))
+    """Export a checkpoint to a folder. Memory holds one tensor. Raises: CheckpointError if the checkpoint does not verify; OSError."""
+    if fault := checkpoints.find_checkpoint_fault(source):
+        raise CheckpointError(Message.from_json(fault))
+    recipe = Recipe.parse(checkpoints.read_checkpoint_state(source)["recipe"], str(source / "state.json"))
+    tensors = rename_tensors_for_hf(checkpoints.StoredTensors(source, "model"), recipe.model)
+    layout = list_stored_tensors(
+        recipe.model, find_family_for_export(recipe.model), lambda name: choose_dtype(name, recipe)
+    )
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", make_hf_config(recipe.model, choose_export_dtype(recipe)))
     _write_json(out / "generation_config.json", make_generation_config())
-    with open(out / "model.safetensors", "wb") as file:
-        for chunk in checkpoints.iterate_safetensors_bytes(tensors, {"format": "pt"}):
-            file.write(chunk)
+    write_weights(out, layout, tensors)
 
 
 def choose_export_dtype(recipe: Recipe) -> str:
@@ -43,19 +47,26 @@ def choose_export_dtype(recipe: Recipe) -> str:
     return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
 
 
-def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the export, converted from a checkpoint's."""
+def choose_dtype(name: str, recipe: Recipe) -> torch.dtype:
+    """The dtype of a tensor of the export, by the name in its file."""
     dtype: torch.dtype = getattr(torch, choose_export_dtype(recipe))
+    return torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+
+
+def convert_tensors(model: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the export, converted from a checkpoint's."""
     for name, tensor in rename_tensors_for_hf(model, recipe.model):
-        yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
+        yield name, tensor.to(choose_dtype(name, recipe))
 
 
 def rename_tensors_for_hf(model: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """The tensors under the names of the family's files. The final norm includes the factor by which muP scales the head's input."""
 
     def read(name: str) -> Tensor:
-        scaled = name == "final_norm" and spec.mup_width_ratio != 1
-        return model[name] * spec.mup_width_ratio if scaled else model[name]
+        tensor, ratio = model[name], spec.mup_width_ratio
+        if name != "final_norm" or ratio == 1:
+            return tensor
+        return (1 + tensor) * ratio - 1 if spec.norm_plus_one else tensor * ratio
 
     return convert_to_files(spec, find_family_for_export(spec), read)
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,14 @@ from torch import Tensor
 
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
+from models.files.safetensors_file import TORCH_NAMES, iterate_safetensors
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import ERRORS_OF_NO_FILE, CheckpointError
 
 FORMAT = 2
 IMPORT = "import"  # the kind of a checkpoint that has weights only (``write_imported_checkpoint``)
 KINDS = ("model", "optimizer")
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
+DTYPES = {getattr(torch, ours): theirs for theirs, ours in TORCH_NAMES.items()}
 REGIONS = "regions"  # metadata of a file that holds parts of tensors: {name: [whole shape, offset]}
 POLL_SECONDS = 0.01
 
@@ -132,8 +125,8 @@ def write_imported_checkpoint(
     """Write the checkpoint of a model that was trained elsewhere, atomically and one tensor at a time. Returns its folder.
 
     ``shapes``: name → shape of every tensor, in the order in which ``tensors`` yields them; each is stored as fp32. ``state``: further keys of
-    state.json, such as ``recipe``. Raises: OSError, ValueError if a tensor differs from ``shapes``, and the errors of ``tensors``. Nothing is left
-    behind then.
+    state.json, such as ``recipe``. Raises: OSError, ValueError for a tensor that is not in ``shapes``, and the errors of ``tensors``. Nothing is
+    left behind then.
     """
     parent.mkdir(parents=True, exist_ok=True)
     target = parent / format_checkpoint_name(0)
@@ -142,9 +135,14 @@ def write_imported_checkpoint(
     aside.mkdir()
     try:
         whole = {"step": 0, "kind": IMPORT, "first_step": 0, **state}
+        left = iter(tensors)
+        weights = iterate_safetensors({name: (torch.float32, shape) for name, shape in shapes.items()}, left)
+        model = _write(aside / "model.safetensors", weights)
+        if extra := next(left, None):  # at its end, ``tensors`` checks its source
+            raise ValueError(f"unexpected tensor {extra[0]}")
         empty = iterate_safetensors_bytes({})
         files = {
-            "model.safetensors": _write(aside / "model.safetensors", _iterate_fp32_bytes(shapes, tensors)),
+            "model.safetensors": model,
             "optimizer.safetensors": _write(aside / "optimizer.safetensors", empty),
             "state.json": _write(aside / "state.json", iter([json.dumps(whole, sort_keys=True).encode()])),
         }
@@ -242,44 +240,80 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """The whole tensors of one of ``KINDS`` by name, each read from the checkpoint when it is asked for, so that memory holds one.
+
+    Raises: as ``read_tensors``, when it is made and for each tensor.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
+        self.files: dict[str, list[str]] = {}
+        for file in _list_files(path, kind):
+            with _damage_named(path / file), safetensors.safe_open(str(path / file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    self.files.setdefault(name, []).append(file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _read_from(self.path, self.kind, self.files[name], {}, name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
 def read_tensors(path: Path, kind: str, wanted_regions: Regions | None = None) -> Tensors:
     """Tensors of one of ``KINDS``, on the CPU. ``wanted_regions`` names the region to read of a tensor; tensors without a region are read whole.
 
     Raises: CheckpointError that names the tensor or file that is damaged, incomplete or of another shape.
     """
-    wanted_regions = wanted_regions or {}
+    return _read_from(path, kind, _list_files(path, kind), wanted_regions or {})
+
+
+def _list_files(path: Path, kind: str) -> list[str]:
+    names = sorted(read_manifest(path)["files"])
+    return [name for name in names if name.startswith(kind) and name.endswith(".safetensors")]
+
+
+@contextmanager
+def _damage_named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            "trainer.damaged_file", "{file} cannot be read: {problem}", file=str(file), problem=str(error)
+        ) from None
+
+
+def _read_from(path: Path, kind: str, files: list[str], wanted_regions: Regions, only: str | None = None) -> Tensors:
+    """The tensors of these files, or the one of the name ``only``."""
     found: Tensors = {}
     missing: dict[str, int] = {}
-    for name in sorted(read_manifest(path)["files"]):
-        if not (name.startswith(kind) and name.endswith(".safetensors")):
-            continue
-        try:
-            with safetensors.safe_open(str(path / name), framework="pt") as file:
-                parts = json.loads((file.metadata() or {}).get(REGIONS, "{}"))
-                for key in file.keys():  # noqa: SIM118 - no mapping
-                    part = file.get_slice(key)
-                    shape = tuple(part.get_shape())
-                    whole, offset = map(tuple, parts.get(key, (shape, (0,) * len(shape))))
-                    region = wanted_regions.get(key, Region(whole, (0,) * len(whole), whole))
-                    if region.whole != whole:
-                        raise CheckpointError(
-                            "trainer.other_shape",
-                            "recipe.model does not fit the checkpoint: {tensor} has shape {wanted} in the recipe, but {found} in "
-                            "{file}.",
-                            tensor=key,
-                            wanted=str(list(region.whole)),
-                            found=str(list(whole)),
-                            file=str(path / name),
-                        )
-                    if key not in found and region.shape == shape and region.offset == offset:
-                        found[key] = file.get_tensor(key)
-                        missing[key] = 0
-                        continue
-                    _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                "trainer.damaged_file", "{file} cannot be read: {problem}", file=str(path / name), problem=str(error)
-            ) from None
+    for name in files:
+        with _damage_named(path / name), safetensors.safe_open(str(path / name), framework="pt") as file:
+            parts = json.loads((file.metadata() or {}).get(REGIONS, "{}"))
+            for key in file.keys() if only is None else [only]:  # noqa: SIM118 - no mapping
+                part = file.get_slice(key)
+                shape = tuple(part.get_shape())
+                whole, offset = map(tuple, parts.get(key, (shape, (0,) * len(shape))))
+                region = wanted_regions.get(key, Region(whole, (0,) * len(whole), whole))
+                if region.whole != whole:
+                    raise CheckpointError(
+                        "trainer.other_shape",
+                        "recipe.model does not fit the checkpoint: {tensor} has shape {wanted} in the recipe, but {found} in "
+                        "{file}.",
+                        tensor=key,
+                        wanted=str(list(region.whole)),
+                        found=str(list(whole)),
+                        file=str(path / name),
+                    )
+                if key not in found and region.shape == shape and region.offset == offset:
+                    found[key] = file.get_tensor(key)
+                    missing[key] = 0
+                    continue
+                _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
     for key, count in missing.items():
         if count:
             raise CheckpointError(
@@ -366,48 +400,10 @@ def mark_checkpoint_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
     return SkippedCheckpoint(str(away), reason)
 
 
-def iterate_safetensors_bytes(
-    tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file in pieces, so that it can be hashed while it is written, and a full disk is an OSError.
-
-    Format: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8, then the tensors.
-    """
-    yield _make_header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata)
-    for tensor in tensors.values():
-        yield _get_bytes(tensor)
-
-
-def _iterate_fp32_bytes(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[bytes | memoryview]:
-    """As ``iterate_safetensors_bytes``, but each tensor exists only until the next one is taken. Raises: ValueError."""
-    yield _make_header({name: (torch.float32, shape) for name, shape in shapes.items()}, None)
-    found = iter(tensors)
-    for expected, shape in shapes.items():
-        name, tensor = next(found, ("", None))
-        if tensor is None or name != expected or tuple(tensor.shape) != shape:
-            raise ValueError(f"expected tensor {expected} {list(shape)}, got {name}")
-        yield _get_bytes(tensor.to(torch.float32))
-    if any(True for _ in found):
-        raise ValueError("more tensors than expected")
-
-
-def _make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
-        position += size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
-def _get_bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+def iterate_safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file in pieces (``iterate_safetensors``)."""
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return iterate_safetensors(layout, tensors.items(), metadata)
 
 
 def _await_share(path: Path) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""The trainer's decoder computes what transformers' classes compute with the same weights: logits, packed documents and gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.registry import bind_ops
+from models.adapters import FAMILIES, convert_to_native
+from models.spec import ModelSpec
+from models.tensors import list_tensor_shapes
+from tests.support.models.small_models import CASES, CONTEXT, Case, make_tokens
+from trainer.model.transformer import Decoder
+
+LOGITS, GRADIENTS = 1e-5, 1e-4  # largest difference, as a share of the largest number
+KERNELS = {"general_attention": "blocks", "softcapped_cross_entropy": "chunked"}  # of a CPU before tuning
+LENGTHS = (23, 30, 11)  # of the documents of a packed row
+EXACT = [
+    case for case in CASES if case.name != "dynamic"
+]  # dynamic scaling: transformers rounds its frequencies again for each length
+
+
+def read_spec(case: Case) -> ModelSpec:
+    config = json.loads(case.make_config().to_json_string()) | {"architectures": [FAMILIES[case.family].class_name]}
+    return FAMILIES[case.family].read_config(config, str(case))
+
+
+def list_files_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors that transformers would write."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, model.state_dict()))
+
+
+def convert(spec: ModelSpec, case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(convert_to_native(spec, FAMILIES[case.family], tensors.__getitem__))
+
+
+def make_decoder(spec: ModelSpec, tensors: Mapping[str, Tensor], kernels: Mapping[str, str] = KERNELS) -> Decoder:
+    decoder = Decoder(spec, bind_ops(kernels, "cpu", torch.float32, compile=False))
+    decoder.load_state_dict(dict(tensors))
+    return decoder
+
+
+BY_NAME = {str(case): case for case in CASES}
+
+
+@cache
+def make_both(name: str) -> tuple[Any, Decoder]:
+    case = BY_NAME[name]
+    model, spec = case.make_model(), read_spec(case)
+    model.get_input_embeddings().padding_idx = None  # else transformers gives this token no gradient
+    return model, make_decoder(spec, convert(spec, case, list_files_tensors(model)))
+
+
+def find_difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The largest difference as a share of the largest expected number, or of ``least`` if that is more."""
+    return float((found - expected).abs().max() / max(float(expected.abs().max()), least))
+
+
+def pack(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor]:
+    """Positions and documents of one row."""
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+    return positions, documents.int()
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_logits_of_a_row_equal_those_of_transformers(case: Case) -> None:
+    model, decoder = make_both(str(case))
+    tokens = make_tokens()
+    positions = torch.arange(CONTEXT).expand_as(tokens)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = decoder.logits(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32))
+    assert find_difference(found, expected) < LOGITS
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_each_document_of_a_packed_row_has_the_logits_that_transformers_computes_for_it_alone(case: Case) -> None:
+    model, decoder = make_both(str(case))
+    tokens = make_tokens(rows=1)
+    with torch.no_grad():
+        found = decoder.logits(tokens, *pack())
+        for part, of_document in zip(tokens.split(LENGTHS, dim=1), found.split(LENGTHS, dim=1), strict=True):
+            assert find_difference(of_document, model(part).logits) < LOGITS
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_loss_and_gradients_of_packed_documents_equal_those_of_transformers(case: Case) -> None:
+    """The gradients of transformers' model are converted as its weights are: each tensor of the files has one place in a native tensor."""
+    model, decoder = make_both(str(case))
+    tokens, (positions, documents) = make_tokens(rows=1), pack()
+    targets = tokens.roll(-1, 1)
+    weights = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(5))
+    model.zero_grad()
+    decoder.zero_grad()
+    expected = torch.zeros(())
+    for part, goal, weight in zip(*(x.split(LENGTHS, dim=1) for x in (tokens, targets, weights)), strict=True):
+        nll = F.cross_entropy(model(part).logits[0], goal[0], reduction="none")
+        expected = expected + (nll * weight[0]).sum()
+    expected.backward()
+    loss, nll_BT, _ = decoder.loss(tokens, targets, weights, positions, documents, z_loss=0.0)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float((nll_BT * weights).sum()) == pytest.approx(float(expected), rel=1e-5)
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    state = {name: theirs.get(name, tensor) for name, tensor in model.state_dict().items()}
+    if "lm_head.weight" in state and decoder.shape.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    from transformers.core_model_loading import revert_weight_conversion
+
+    gradients = convert(decoder.shape, case, dict(revert_weight_conversion(model, state)))
+    own = dict(decoder.named_parameters())
+    assert own.keys() == list_tensor_shapes(decoder.shape).keys() - {name for name, _ in decoder.named_buffers()}
+    # Some gradients are zero but for rounding: a bias of keys without position adds the same to all scores of a query.
+    least = 1e-3 * max(float(gradients[name].abs().max()) for name in own)
+    for name, parameter in own.items():
+        assert parameter.grad is not None, name
+        assert find_difference(parameter.grad, gradients[name], least) < GRADIENTS, name
