@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kernels.contract.message import Message
 from models.spec import ModelSpec
 
 # Peak rates and batch sizes of pre-training by the number of weights (GPT-3, arXiv 2005.14165, Table 2.1). arXiv 2403.08763 re-warms to rates of
@@ -26,7 +27,10 @@ PRE_TRAINING = (  # (weights, rate, tokens of a batch)
     (13e9, 1.0e-4, 2e6),
     (175e9, 0.6e-4, 3.2e6),
 )
-SOURCES = "arXiv 2403.08763 (re-warming), 2005.14165 Table 2.1 (rate by size), 2205.10287 (square root of the batch)"
+RATE_COMMENT = Message(
+    "continuing_recipe.rate",
+    "# The rate of continuing: arXiv 2403.08763 (re-warming), 2005.14165 Table 2.1 (rate by size), 2205.10287 (square root of the batch).",
+)
 STEP_TOKENS = 16_384  # of a batch
 MICRO_TOKENS = 4_096  # of a forward and backward pass
 USUAL_CONTEXT = 2_048  # positions in a row, if the model allows more
@@ -78,19 +82,27 @@ def make_continuing_recipe(
     rate = float(f"{compute_continuing_rate(spec.parameters, sequences * rows):.2g}")
     sections: list[tuple[str, dict[str, Any]]] = [
         (
-            f"An imported model, trained further: {source}",
+            Message("continuing_recipe.heading", "# An imported model, trained further: {source}", source=source),
             {"name": name, "seed": 1, "precision": "auto", "compile": True, "checkpoint_every": 50},
         ),
         ("", {"export_dtype": "bf16" if dtype == "bfloat16" else "fp32"}),
-        ("The shape is the imported model's. Another function is refused.", {"model": model}),
+        (
+            Message("continuing_recipe.model", "# The shape is the imported model's. Another function is refused."),
+            {"model": model},
+        ),
         ("", {"mixture": {"weights": {"*": 1.0}, "replay": 0.3, "max_epochs": 4}}),
         ("", {"batch": {"sequences": sequences, "micro_sequences": micro}}),
-        (f"The rate of continuing. Sources: {SOURCES}", {"optimizer": {"lr": rate, "weight_decay": 0.1}}),
-        ("The rate rises over warmup_steps, stays, and falls in each anneal.", {"schedule": SCHEDULE}),
+        (RATE_COMMENT, {"optimizer": {"lr": rate, "weight_decay": 0.1}}),
+        (
+            Message(
+                "continuing_recipe.schedule", "# The rate rises over warmup_steps, stays, and falls in each anneal."
+            ),
+            {"schedule": SCHEDULE},
+        ),
     ]
     lines = []
     for comment, section in sections:
-        lines += [f"# {comment}\n"] if comment else []
+        lines += [f"{comment}\n"] if comment else []
         lines.append(yaml.safe_dump(section, sort_keys=False, default_flow_style=False))
     return ContinuingRecipe(name, "".join(lines))
 

@@ -107,9 +107,10 @@ def _refuse_other_recipe(plant: Plant, model: Mapping[str, Any], source: ImportS
     changes = find_model_function_changes(model, source.spec)
     if changes:
         raise ImportRefusedError(
-            "importing.other_recipe", "--from: {recipe} describes another model than {folder}: {changes}. Remove the file, then import again.",
+            "importing.other_recipe", "--from: {recipe} describes another model than {folder} (recipe → model): {changes}. Remove the file, then "
+                                      "import again.",
             recipe=plant.workspace.recipe_path(), folder=source.folder,
-            changes=[f"model.{key} {recipe} (the model has {model})" for key, (recipe, model) in changes.items()],
+            changes=[f"model.{key} {recipe} → {model}" for key, (recipe, model) in changes.items()],
         )  # fmt: skip
 
 

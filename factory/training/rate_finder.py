@@ -1,7 +1,7 @@
 """Finds a learning rate for the first trunk segment by a short run whose rate rises exponentially (a range test, arXiv 1506.01186 §3.3).
 
 The run starts where the next trunk segment would start, on the data of its plan, and leaves nothing but its numbers. The rate at which the smoothed
-loss is lowest is near the rate at which training fails. A tenth of it is the peak (``lr_min`` of fastai, arXiv 2002.04688 §4).
+loss is lowest is near the rate at which training fails. A tenth of it is the peak (fastai, arXiv 2002.04688 §4).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.live_code import LiveCode
 from factory.runs.trace import read_step_lines
+from factory.training.continuing_recipe import RATE_COMMENT
 from factory.training.planning import load_recipe, make_next_trunk_spec
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -30,7 +31,6 @@ SPAN = 10.0  # the ramp ends at this many times the recipe's rate
 SAFETY = 10.0  # the lowest loss's rate, divided by the rate to use (arXiv 2002.04688 §4)
 SMOOTHING = 0.9  # of the loss, exponential with correction of its start, as in Adam
 STEPS = 64
-SOURCES = "arXiv 1506.01186 §3.3, 2002.04688 §4"
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,15 @@ def write_rate(plant: Plant, found: FoundRate) -> Path:
     """Write the rate into the workspace's own copy of the recipe, with a comment that names the source; returns the file."""
     own = plant.workspace.own_recipe_path()
     text = set_yaml_value(plant.workspace.recipe_path().read_text(encoding="utf-8"), ("optimizer", "lr"), found.rate)
-    comment = f"# optimizer.lr: found by 'factory tune --rate' in {found.steps} steps. Source: {SOURCES}\n"
-    kept = [
-        line
-        for line in text.splitlines(keepends=True)
-        if not line.startswith(("# optimizer.lr: found", "# The rate of continuing."))
-    ]
+    comment = Message(
+        "rate_finder.comment",
+        "# optimizer.lr was found by 'factory tune --rate' in {steps} steps (arXiv 1506.01186 §3.3, 2002.04688 §4).",
+        steps=found.steps,
+    )
+    older = (comment.partition(" in ")[0], str(RATE_COMMENT))
+    kept = [line for line in text.splitlines(keepends=True) if not line.startswith(older)]
     own.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(own, comment + "".join(kept))
+    write_atomically(own, f"{comment}\n{''.join(kept)}")
     return own
 
 

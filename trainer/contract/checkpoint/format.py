@@ -125,8 +125,8 @@ def write_imported_checkpoint(
     """Write the checkpoint of a model that was trained elsewhere, atomically and one tensor at a time. Returns its folder.
 
     ``shapes``: name → shape of every tensor, in the order in which ``tensors`` yields them; each is stored as fp32. ``state``: further keys of
-    state.json, such as ``recipe``. Raises: OSError, ValueError if a tensor differs from ``shapes``, and the errors of ``tensors``. Nothing is left
-    behind then.
+    state.json, such as ``recipe``. Raises: OSError, ValueError for a tensor that is not in ``shapes``, and the errors of ``tensors``. Nothing is
+    left behind then.
     """
     parent.mkdir(parents=True, exist_ok=True)
     target = parent / format_checkpoint_name(0)
@@ -135,9 +135,14 @@ def write_imported_checkpoint(
     aside.mkdir()
     try:
         whole = {"step": 0, "kind": IMPORT, "first_step": 0, **state}
+        left = iter(tensors)
+        weights = iterate_safetensors({name: (torch.float32, shape) for name, shape in shapes.items()}, left)
+        model = _write(aside / "model.safetensors", weights)
+        if extra := next(left, None):  # at its end, ``tensors`` checks its source
+            raise ValueError(f"unexpected tensor {extra[0]}")
         empty = iterate_safetensors_bytes({})
         files = {
-            "model.safetensors": _write(aside / "model.safetensors", _iterate_fp32_bytes(shapes, tensors)),
+            "model.safetensors": model,
             "optimizer.safetensors": _write(aside / "optimizer.safetensors", empty),
             "state.json": _write(aside / "state.json", iter([json.dumps(whole, sort_keys=True).encode()])),
         }
@@ -399,14 +404,6 @@ def iterate_safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None 
     """The bytes of a safetensors file in pieces (``iterate_safetensors``)."""
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return iterate_safetensors(layout, tensors.items(), metadata)
-
-
-def _iterate_fp32_bytes(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[bytes | memoryview]:
-    """As ``iterate_safetensors_bytes``, but each tensor exists only until the next one is taken. Raises: ValueError."""
-    layout = {name: (torch.float32, shape) for name, shape in shapes.items()}
-    return iterate_safetensors(layout, tensors)
 
 
 def _await_share(path: Path) -> dict[str, Any]:
