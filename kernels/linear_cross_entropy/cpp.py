@@ -21,11 +21,15 @@ from kernels.linear_cross_entropy.chunks import (
 from kernels.native import NAMES, call_cpp_function, define_cpu_op
 
 CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
+# Tokens of a chunk, at least: each chunk reads and writes the sum of the weight's gradient. A step of 2,048 tokens with a vocabulary of 49,152 and
+# a width of 576 takes 0.94 s of processor time with 512 tokens a chunk, 1.01 with the 341 of ``CHUNK``, in bf16 on one thread of an AMD EPYC
+# (Zen 5); 1,024 take 0.93.
+LEAST_TOKENS = 512
 
 
-def count_tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
-    """The number of tokens of a chunk whose logits stay in cache."""
-    return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
+def count_chunk_tokens(x_ND: Tensor, weight_VD: Tensor) -> int:
+    """The number of tokens of a chunk: so many that their logits stay in cache, but not fewer than ``LEAST_TOKENS``."""
+    return max(1, min(x_ND.shape[0], max(LEAST_TOKENS, CHUNK // max(1, weight_VD.shape[0]))))
 
 
 def compute_loss_rows(
@@ -59,7 +63,7 @@ def compute_loss_rows(
 def native_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = count_tokens_that_fit_cache(x_ND, weight_VD)
+    size = count_chunk_tokens(x_ND, weight_VD)
     return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
 
 
@@ -67,7 +71,7 @@ def native_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return make_fake_outputs(count_tokens_that_fit_cache, x, weight, weights, gradients)
+    return make_fake_outputs(count_chunk_tokens, x, weight, weights, gradients)
 
 
 native_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)

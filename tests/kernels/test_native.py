@@ -168,8 +168,20 @@ def test_chunks_change_the_native_loss_head_by_rounding_only(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_cross_entropy_native, "CHUNK", chunk)
+    monkeypatch.setattr(linear_cross_entropy_native, "LEAST_TOKENS", 1)
     found = check_against_fp64(head(dtype), 3.0)
     assert found[3].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "found"),
+    [(2048, 49_152, 512), (2048, 4096, 2048), (9000, 4096, 4096), (100, 49_152, 100), (2048, 1 << 20, 512)],
+)
+def test_a_large_vocabulary_does_not_make_the_chunks_of_the_head_small(
+    tokens: int, vocabulary: int, found: int
+) -> None:
+    x, weight = torch.empty(tokens, 1, device="meta"), torch.empty(vocabulary, 1, device="meta")
+    assert linear_cross_entropy_native.count_chunk_tokens(x, weight) == found
 
 
 def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
