@@ -188,7 +188,7 @@ PLACES = {
     r"plant/segments/#-[a-z]+/(metrics|anomalies)\.jsonl": "flushed before each checkpoint; what is newer than the checkpoint is dropped",
     r"plant/segments/#-[a-z]+/parameters\.txt|plant/logs/.*": "for people",
     r"plant/(shards/#|shards/raw/[^/]+|shards/hashes/[^/]+|quarantine/[^/]+)": "a name that is given to what is whole",
-    r"plant/shards/#/(tokens\.bin|loss_mask\.bin|documents\.parquet|manifest\.json|columns\.arrow)": "one whose text was erased is removed, again by the next pass",
+    r"plant/shards/#/(tokens\.bin|loss_mask\.bin|documents\.parquet|manifest\.json|columns\.arrow)": "one whose text was erased is removed, again by the next pass",  # noqa: E501
     r"plant/shards/\.again-#(/[^/]+)?": "a link to what is ingested again; the next restore removes it",
     r"plant/root": "where an older factory made the workspace; removed once its ledger holds no whole paths",
     r"plant/backups/\.restoring(/.*)?|plant/\.ledger\.db\.restored": "a ledger made aside, flushed, renamed",

@@ -4,8 +4,8 @@ LoRA (arXiv 2106.09685 §4.1): a matrix W [out, in] becomes W + s · B A with A 
 segment begins with the function of its checkpoint. DoRA (arXiv 2402.09353 §4.1) also trains the length m of each row:
 W' = m · (W + s · B A) / ‖W + s · B A‖, and begins with m = ‖W‖.
 
-A checkpoint holds the unchanged weights and, beside ``blocks.3.q``, the tensors ``blocks.3.q_lora_a`` (A), ``blocks.3.q_lora_b`` (B) and
-``blocks.3.q_dora_length`` (m). An export holds the merged weights only. So does a segment that starts with another key ``adapt``.
+A checkpoint holds the unchanged weights and, beside each adapted matrix, its A, B and m: tensors with the name of the matrix and the endings ``A``,
+``B`` and ``LENGTH``. An export holds the merged weights only. So does a segment that starts with another key ``adapt``.
 
     >>> import torch
     >>> adapt = AdaptRecipe(rank=1, targets=["q"])

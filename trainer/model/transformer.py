@@ -139,7 +139,9 @@ class Block(nn.Module):
         self.experts = described.experts
         shapes = list_block_shapes(shape, layer)
         allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt))
-        self.read_matrix = choose_matrix_reader(shapes, adapt)
+        self.read_matrix = choose_matrix_reader(adapt)
+        self.adapted = frozenset(adapt.targets if adapt else ()) & shapes.keys()
+        self.adapt_scale = adapt.scale if adapt else 0.0
         for name in OPTIONAL:
             if name not in shapes:
                 self.register_parameter(name, None)
