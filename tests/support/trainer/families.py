@@ -37,7 +37,7 @@ DESCRIBED: dict[str, dict[str, Any]] = {
         "model__attention_softcap": 2.0,
         "model__logit_softcap": 3.0,
         "model__activation": "gelu_tanh",
-        "model__embedding_scale": 5.65625,
+        "model__embedding_scale": 32**0.5,
     },
     "qwen3-moe": {
         "model__tied": False,
