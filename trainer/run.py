@@ -93,6 +93,7 @@ class SegmentRun:
 
             shard_parameters(self.model, self.model.blocks, ranks, dtype)
             self.model.to_empty(device=ranks.device)
+        self.model.place_constants(ranks.device)
         self.parameters = dict(self.model.named_parameters())  # trained or not
         width_share = recipe.model.mup_width_ratio
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)

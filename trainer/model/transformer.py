@@ -416,14 +416,23 @@ class Decoder(nn.Module):
                 every_extras.append(extras)
         return x_BSD, every_extras
 
-    def _make_rope_tables(self, positions_BT: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        key = kind, positions_BT.device
-        if (
-            key not in self.constants
-        ):  # copied once: a copy would wait for the device, and cannot be recorded in a graph
+    def place_constants(self, device: torch.device) -> None:
+        """Copy RoPE's frequencies and ALiBi's slopes to the device before the first step. A copy within a step would wait for the device, and cannot be
+        recorded in a graph."""
+        for kind in self.rope_kinds:
+            self._find_frequencies(kind, device)
+        if any(visibility is not None and visibility.has_slopes for visibility in self.visibilities):
+            self._find_own_slopes(device)
+
+    def _find_frequencies(self, kind: str, device: torch.device) -> tuple[Tensor, float]:
+        key = kind, device
+        if key not in self.constants:
             frequencies, factor = compute_rope_frequencies(self.shape, kind)
-            self.constants[key] = frequencies.to(positions_BT.device), factor
-        frequencies, factor = self.constants[key]
+            self.constants[key] = frequencies.to(device), factor
+        return self.constants[key]  # type: ignore[no-any-return]
+
+    def _make_rope_tables(self, positions_BT: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        frequencies, factor = self._find_frequencies(kind, positions_BT.device)
         return look_up_rope_tables(positions_BT, self.shape.context, frequencies, factor, self.dtype)
 
     def _prepare_documents(self, documents_BT: Tensor, stretches: int) -> dict[Visibility | None, Any]:
