@@ -11,6 +11,7 @@ D: d_model, H and G: heads and key/value heads, K: head_dim, F: d_ff, E: experts
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 
 from models.spec import ExpertsSpec, ModelSpec
 
@@ -106,3 +107,19 @@ def _experts(spec: ModelSpec, experts: ExpertsSpec) -> dict[str, Shape]:
         wide = experts.shared * F
         found |= {"shared_gate": (wide, D), "shared_up": (wide, D), "shared_down": (D, wide)}
     return found
+
+
+def matches_pattern(name: str, pattern: str) -> bool:
+    """True if a pattern names a tensor. A pattern is a name or its beginning (``embedding``, ``blocks.3``), a range of layers, or has wildcards.
+
+    >>> [matches_pattern("blocks.10.q", one) for one in ("blocks.1", "blocks.10", "blocks.0-11", "blocks.*.q", "blocks.10.k")]
+    [False, True, True, True, False]
+    """
+    section, _, rest = pattern.partition(".")
+    layers, _, key = rest.partition(".")
+    first, dash, last = layers.partition("-")
+    if section == "blocks" and dash and first.isdecimal() and last.isdecimal():
+        parts = name.split(".")
+        inside = parts[0] == "blocks" and int(first) <= int(parts[1]) <= int(last)
+        return inside and (not key or fnmatchcase(".".join(parts[2:]), key))
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)

@@ -24,7 +24,7 @@ from pydantic import Field
 from kernels.contract.message import Message
 from kernels.contract.strict import StrictSchema, make_known_words_hint
 from models.spec import ModelSpec
-from models.tensors import Shape, list_tensor_shapes
+from models.tensors import Shape, list_block_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,8 @@ class AdaptRecipe(StrictSchema):
     kind: Literal["lora", "dora"] = "lora"
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)] | None = None  # the change is scaled by alpha / rank; null: rank
-    targets: list[str] = ["q", "k", "v", "attention_out", "gate", "up", "down"]  # matrices, as checkpoints name them
+    # Matrices, as checkpoints name them, such as q and down; null: all of attention and of dense MLPs (QLoRA, arXiv 2305.14314 §4).
+    targets: list[str] | None = None
 
     @property
     def scale(self) -> float:
@@ -47,18 +48,18 @@ class AdaptRecipe(StrictSchema):
 
 def list_adaptable_matrices(spec: ModelSpec) -> set[str]:
     """Keys of the matrices inside the layers. A router and stacked experts are none: their products do not take one matrix."""
-    shapes = list_tensor_shapes(spec)
+    everything = AdaptRecipe(rank=1)
     return {
-        name.rpartition(".")[2]
-        for name, shape in shapes.items()
-        if name.startswith("blocks.") and len(shape) == 2 and not name.endswith("router")
+        key for number in range(spec.layers) for key in _choose_matrices(list_block_shapes(spec, number), everything)
     }
 
 
 def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
     """Raises: ValueError for a target that is no matrix of this model's layers, or twice in the list."""
     known = list_adaptable_matrices(spec)
-    for number, target in enumerate(adapt.targets):
+    if adapt.targets == []:
+        raise ValueError(Message("lora.no_target", "adapt.targets is empty, so nothing would be trained"))
+    for number, target in enumerate(adapt.targets or ()):
         if target not in known:
             raise ValueError(
                 Message(
@@ -70,20 +71,37 @@ def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
             )
         if target in adapt.targets[:number]:
             raise ValueError(Message("lora.target_twice", "adapt.targets names {target} twice", target=target))
-    if not adapt.targets:
-        raise ValueError(Message("lora.no_target", "adapt.targets is empty, so nothing would be trained"))
+    for number in range(spec.layers):
+        for key, (rows, columns) in _choose_matrices(list_block_shapes(spec, number), adapt).items():
+            if adapt.rank * (rows + columns) >= rows * columns:
+                raise ValueError(
+                    Message(
+                        "lora.rank_too_large",
+                        "adapt.rank: {rank} gives as many parameters as the matrix {key} [{rows}, {columns}] has. Choose a smaller rank, or "
+                        "train the weights",
+                        rank=adapt.rank,
+                        key=key,
+                        rows=rows,
+                        columns=columns,
+                    )
+                )
 
 
 def list_lora_shapes(block: Mapping[str, Shape], adapt: AdaptRecipe | None) -> dict[str, Shape]:
     """The tensors that one layer gains, by name. ``block``: the shapes of the layer's own tensors."""
     found: dict[str, Shape] = {}
-    for key in adapt.targets if adapt else ():
-        if adapt and key in block:
-            rows, columns = block[key]
+    if adapt is not None:
+        for key, (rows, columns) in _choose_matrices(block, adapt).items():
             found |= {f"{key}{A}": (adapt.rank, columns), f"{key}{B}": (rows, adapt.rank)}
             if adapt.kind == "dora":
                 found[f"{key}{LENGTH}"] = (rows,)
     return found
+
+
+def _choose_matrices(block: Mapping[str, Shape], adapt: AdaptRecipe) -> dict[str, tuple[int, int]]:
+    """The matrices of a layer that are adapted, with their shapes."""
+    found = {key: (shape[0], shape[1]) for key, shape in block.items() if len(shape) == 2 and key != "router"}
+    return found if adapt.targets is None else {key: shape for key, shape in found.items() if key in adapt.targets}
 
 
 def is_lora_tensor(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from kernels.contract.strict_yaml import read_yaml
 from models.adapters import find_family_for_export
 from models.adapters.config_reader import ModelFilesError
 from models.spec import GROUPED_MULTIPLE, Acceptable, ModelSpec
-from models.tensors import BUFFERS, list_tensor_shapes
+from models.tensors import BUFFERS, list_tensor_shapes, matches_pattern
 from trainer.contract.errors import RecipeError
 from trainer.contract.lora import AdaptRecipe, is_lora_tensor, refuse_impossible_targets
 
@@ -305,18 +304,9 @@ class ParallelRecipe(StrictSchema):
         return ranks // self.tensor
 
 
-def is_frozen(name: str, patterns: Iterable[str]) -> bool:
-    """True if a tensor's name matches one of the patterns of ``Recipe.freeze``.
-
-    >>> is_frozen("blocks.0.q", ["embedding", "blocks.0.*"]), is_frozen("blocks.10.q", ["blocks.0.*"])
-    (True, False)
-    """
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def is_trained(name: str, adapt: object, freeze: Iterable[str]) -> bool:
     """True if a recipe with these values of ``adapt`` and ``freeze`` trains the parameter with this name."""
-    return is_lora_tensor(name) if adapt else not is_frozen(name, freeze)
+    return is_lora_tensor(name) if adapt else not any(matches_pattern(name, pattern) for pattern in freeze)
 
 
 class Recipe(StrictSchema):
@@ -347,7 +337,7 @@ class Recipe(StrictSchema):
     # A change of any other key is allowed only if it keeps the function.
     accept_changes: list[Acceptable] = []
     adapt: AdaptRecipe | None = None  # train LoRA's matrices in place of the weights; null: train the weights
-    # Weights that are not trained: names of a checkpoint's tensors, with * for any characters, such as embedding or "blocks.0.*".
+    # Weights that are not trained: embedding, blocks.3, blocks.0-11, "blocks.*.q" and so on (``models.tensors.matches_pattern``).
     freeze: list[str] = []
 
     @model_validator(mode="after")
@@ -368,13 +358,13 @@ class Recipe(StrictSchema):
     def _trains_something(self) -> Recipe:
         names = [name for name in list_tensor_shapes(self.model) if name.rpartition(".")[2] not in BUFFERS]
         for pattern in self.freeze:
-            if not fnmatch.filter(names, pattern):
+            if not any(matches_pattern(name, pattern) for name in names):
                 raise ValueError(
                     Message("recipe.freezes_nothing", "freeze: no tensor is named {pattern}. Tensors are named like {names}",
                         pattern=pattern, names=names[:3])
                 )  # fmt: skip
         if self.adapt is None:
-            if all(is_frozen(name, self.freeze) for name in names):
+            if not any(is_trained(name, None, self.freeze) for name in names):
                 raise ValueError(Message("recipe.all_frozen", "freeze names every tensor, so nothing would be trained"))
             return self
         refuse_impossible_targets(self.model, self.adapt)

@@ -26,7 +26,7 @@ from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
 from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.lora import AdaptRecipe, B, is_lora_tensor, list_lora_shapes
+from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_shapes
 from trainer.model import fp8
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
 from trainer.model.lora import choose_matrix_reader, set_dora_lengths
@@ -140,7 +140,7 @@ class Block(nn.Module):
         shapes = list_block_shapes(shape, layer)
         allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt))
         self.read_matrix = choose_matrix_reader(adapt)
-        self.adapted = frozenset(adapt.targets if adapt else ()) & shapes.keys()
+        self.adapted = frozenset(name.removesuffix(A) for name in list_lora_shapes(shapes, adapt) if name.endswith(A))
         self.adapt_scale = adapt.scale if adapt else 0.0
         for name in OPTIONAL:
             if name not in shapes:
@@ -417,8 +417,8 @@ class Decoder(nn.Module):
         return x_BSD, every_extras
 
     def place_constants(self, device: torch.device) -> None:
-        """Copy RoPE's frequencies and ALiBi's slopes to the device before the first step. A copy within a step would wait for the device, and cannot be
-        recorded in a graph."""
+        """Copy RoPE's frequencies and ALiBi's slopes to the device before the first step. A copy within a step would wait for the device, and could
+        not be recorded in a graph."""
         for kind in self.rope_kinds:
             self._find_frequencies(kind, device)
         if any(visibility is not None and visibility.has_slopes for visibility in self.visibilities):

@@ -71,7 +71,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
             "models.experts_width",
             {"d_model": 36, "multiple": 8},
         ),
-        ({"model__nope_every": 4}, "models.no_family", {"family": "Qwen3ForCausalLM"}),
+        ({"model__nope_every": 2}, "models.no_family", {"family": "Qwen3ForCausalLM"}),
         (
             {"model__experts": {"count": 4, "per_token": 5, "d_ff": 8}},
             "models.experts_per_token",

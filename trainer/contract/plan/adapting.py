@@ -13,20 +13,14 @@ one rank, rank · (in + out) parameters. DoRA (arXiv 2402.09353 §4.1) also lear
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, list_block_shapes, list_tensor_shapes
+from models.tensors import BUFFERS, list_block_shapes, list_tensor_shapes, matches_pattern
 from trainer.contract.errors import RecipeError
-
-# The matrices that get adapters if no targets are named: all of attention and of dense MLPs (QLoRA, arXiv 2305.14314 §4). Routers and routed experts
-# get none.
-MATRICES = (
-    "q", "k", "v", "q_down", "kv_down", "kv_up", "attention_out", "gate", "up", "down", "shared_gate", "shared_up", "shared_down",
-)  # fmt: skip
+from trainer.contract.lora import list_adaptable_matrices
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ def freeze(model: ModelSpec, patterns: Sequence[str]) -> TrainedParts:
     """
     trained = {name: math.prod(shape) for name, shape in list_tensor_shapes(model).items() if not _is_buffer(name)}
     for pattern in patterns:
-        named = [name for name in list_tensor_shapes(model) if any(_matches(name, one) for one in _expand(pattern))]
+        named = [name for name in list_tensor_shapes(model) if matches_pattern(name, pattern)]
         if not named:
             raise RecipeError(
                 "plan.freezes_nothing",
@@ -94,19 +88,21 @@ def freeze(model: ModelSpec, patterns: Sequence[str]) -> TrainedParts:
 def adapt(
     model: ModelSpec, kind: Literal["lora", "dora"], rank: int, targets: Sequence[str] | None = None
 ) -> TrainedParts:
-    """Train adapters of ``rank`` alone. ``targets``: native names of matrices in a layer; None: ``MATRICES``.
+    """Train adapters of ``rank`` alone. ``targets``: native names of matrices in a layer; None: all matrices of
+    attention and of dense MLPs (QLoRA, arXiv 2305.14314 §4).
 
     Raises: RecipeError for a target that cannot have an adapter, or a rank that saves nothing.
     """
     by_layer, kept = [0] * model.layers, [0] * model.layers
-    chosen = MATRICES if targets is None else tuple(targets)
+    adaptable = list_adaptable_matrices(model)
+    chosen = adaptable if targets is None else set(targets)
     seen: set[str] = set()
     for layer in range(model.layers):
         for key, shape in list_block_shapes(model, layer).items():
             if key not in chosen:
                 continue
             seen.add(key)
-            if key not in MATRICES:
+            if key not in adaptable:
                 raise _no_target(model, key)
             outputs, inputs = shape
             if rank * (outputs + inputs) >= outputs * inputs:
@@ -136,27 +132,13 @@ def adapt(
 
 
 def _no_target(model: ModelSpec, key: str) -> RecipeError:
-    known = {key for layer in range(model.layers) for key in list_block_shapes(model, layer)} & set(MATRICES)
     return RecipeError(
         "plan.no_adapter",
         "adapt: {key} cannot have an adapter in this model. Possible targets: {known}.",
         key=key,
-        known=sorted(known),
+        known=sorted(list_adaptable_matrices(model)),
     )
 
 
 def _is_buffer(name: str) -> bool:
     return name.rpartition(".")[2] in BUFFERS
-
-
-def _expand(pattern: str) -> Iterable[str]:
-    """``blocks.0-2`` as ``blocks.0``, ``blocks.1``, ``blocks.2``; any other pattern as it is."""
-    section, _, layers = pattern.partition(".")
-    first, dash, last = layers.partition("-")
-    if section == "blocks" and dash and first.isdecimal() and last.isdecimal() and int(last) < 10_000:
-        return [f"blocks.{layer}" for layer in range(int(first), int(last) + 1)]
-    return [pattern]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
