@@ -21,9 +21,7 @@ from kernels.contract.message import Message
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TOLERANCE = (
-    2e-5  # relative, of fp32. Programs that round differently depart by 2e-6, GELU from its tanh by 2e-4
-)
+TOLERANCE = 2e-5  # relative, of fp32. Programs that round differently depart by 2e-6, GELU from its tanh by 2e-4
 
 
 @dataclass(frozen=True)
