@@ -224,8 +224,10 @@ class ReferenceModel:
     def _place(
         self, position_BT: torch.Tensor, position_BS: torch.Tensor, allowed_BTS: torch.Tensor | None = None
     ) -> _Pass:
-        """``position_BT``: of the tokens of a pass. ``position_BS``: of the columns of the cache, or of the pass itself. ``allowed_BTS``: which columns
-        a token may see; None: itself and all before it."""
+        """``position_BT``: of the tokens of a pass. ``position_BS``: of the columns of the cache, or of the pass itself.
+
+        ``allowed_BTS``: which columns a token may see; None: itself and all before it.
+        """
         layers = [self.spec.layer(number) for number in range(self.spec.layers)]
         angles = {
             kind: (position_BT[:, None, :, None].float() * frequency_K2, factor_K2)

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file: their names, their order, and the tensors of the export from which each is made.
 
-Names are those of the package ``gguf``. A file differs from the export as llama.cpp's converter makes it differ: the matrices of a layer's experts are
-stacked in one tensor; where llama.cpp rotates neighbouring rows of a head (``interleaved``), the rows of query and key projections are reordered;
-Gemma's norms have 1 added; and Llama 3's scaling of RoPE is a tensor of factors.
+Names are those of the package ``gguf``. A file differs from the export as llama.cpp's converter makes it differ. The matrices of a layer's experts
+are stacked in one tensor. Where llama.cpp rotates neighbouring rows of a head (``interleaved``), the rows of query and key projections are reordered.
+Gemma's norms have 1 added. Llama 3's scaling of RoPE is a tensor of factors.
 """
 
 from __future__ import annotations
