@@ -47,7 +47,9 @@ def flex(
     """The same as ``kernels.general_attention.reference``. ``visible``: ``VisibleKeys``, or the result of ``find_visible_blocks`` for them."""
     if not q_BTHK.numel():  # an empty result with a gradient for each argument
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum() + (0.0 if sinks_H is None else 0.0 * sinks_H.sum())
-    blocks, slopes_H = visible if isinstance(visible, VisibleBlocks) else find_visible_blocks(visible)
+    found = visible if isinstance(visible, VisibleBlocks) else find_visible_blocks(visible)
+    assert isinstance(found, VisibleBlocks)  # there are rows
+    blocks, slopes_H = found
     K = q_BTHK.shape[-1]
 
     def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ def chunked_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty."""
     compute = rows_compiled if fuse else compute_capped_rows
-    rows: chunks.RowsFunction = lambda *given: compute(*given, softcap)
+    rows: chunks.RowsFunction = lambda logits, targets, weights, z, grads: compute(
+        logits, targets, weights, z, grads, softcap
+    )
     size = find_chunk_tokens(x_ND, weight_VD)
     return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
 

@@ -112,9 +112,9 @@ def test_edges_go_from_the_last_writer() -> None:
 def test_conditional_lines_are_recognised_from_the_source() -> None:
     lines = (
         ("if self.experts is not None:", 0),
-        ("tensor.scatter(self.apply_mlp(", 0),
+        ("tensor.scatter(self.apply_mlp(", 1),
         ("y_BTD, extras = self", 1),
-        ("self.weight(self.down_bias)", 1),
+        ("self.weight(self.down_bias)", 2),
     )
     from agents.line_profiler.lines import read_source_lines
 

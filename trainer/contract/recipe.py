@@ -360,11 +360,10 @@ class Recipe(StrictSchema):
         experts, latent = model.experts, model.latent
         if latent is not None:
             sizes |= {
-                "latent.kv_rank + latent.rope_head_dim": latent.kv_rank + latent.rope_head_dim,
                 "latent.kv_rank": latent.kv_rank,
+                "latent.rope_head_dim": latent.rope_head_dim,
                 "latent.q_rank": latent.q_rank or 16,
-                "heads · (latent.nope_head_dim + latent.v_head_dim)": model.heads
-                * (latent.nope_head_dim + latent.v_head_dim),
+                "heads · latent.nope_head_dim": model.heads * latent.nope_head_dim,
                 "heads · latent.v_head_dim": model.heads * latent.v_head_dim,
             }
         if experts is None or experts.dense_layers:

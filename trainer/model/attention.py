@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,9 @@ from torch import Tensor
 from kernels.qk_norm_rope import apply_rope
 from models.spec import LayerSpec, ModelSpec
 
-if TYPE_CHECKING:
-    from trainer.model.transformer import Block
-
-Place = Callable[["Block", Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Mix = Callable[["Block", Tensor, Tensor, Tensor, Any], Tensor]
+Block = Any  # ``trainer.model.transformer`` has the class, and imports this file
+Place = Callable[[Block, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Mix = Callable[[Block, Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class AttentionParts(NamedTuple):
@@ -154,7 +152,8 @@ PLACES: dict[tuple[bool | str, bool], Place] = {  # by (qk_norm, whether the lay
 
 # -- mixing ------------------------------------------------------------------------------------------------------------
 def attend_to_document(block: Block, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, prepared: Any) -> Tensor:
-    return block.ops.attention(q_BTHK, k_BTGK, v_BTGK, prepared)
+    o_BTHK: Tensor = block.ops.attention(q_BTHK, k_BTGK, v_BTGK, prepared)
+    return o_BTHK
 
 
 def attend_to_visible_keys(block: Block, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, prepared: Any) -> Tensor:

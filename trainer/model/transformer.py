@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,10 @@ class Block(nn.Module):
     ``extras`` of an expert layer: [1 + E], the router's Σ z² and the number of tokens at each expert; with ``balance: loss`` [2 + E], the loss of
     the balance between them. None for a dense layer.
     """
+
+    if TYPE_CHECKING:  # which tensors there are depends on the description
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, shape: ModelSpec, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
@@ -246,6 +250,10 @@ def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape]) -> None:
 class Decoder(nn.Module):
     """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, the embedding if it is tied."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __init__(
         self,
         shape: ModelSpec,
@@ -260,13 +268,14 @@ class Decoder(nn.Module):
         self.embedding_grad_share = embedding_grad_share
         shapes = list_tensor_shapes(shape)
         allocate_tensors(self, {name: size for name, size in shapes.items() if not name.startswith("blocks.")})
-        self.blocks = nn.ModuleList(Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers))
+        blocks = [Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers)]
+        self.blocks = nn.ModuleList(blocks)
         assert {name for name, _ in (*self.named_parameters(), *self.named_buffers())} == shapes.keys()
         self.head_name = "embedding" if shape.tied else "head"
         # rounded as transformers rounds Gemma's, so that bf16 has its numbers
         self.embedding_scale = float(torch.tensor(shape.embedding_scale or 1.0, dtype=dtype, device="cpu"))
-        self.rope_kinds = sorted({block.rope for block in self.blocks} - {"none"}) or ["main"]
-        self.visibilities: set[Visibility | None] = {block.visibility for block in self.blocks}  # type: ignore[misc]
+        self.rope_kinds = sorted({str(block.rope) for block in blocks} - {"none"}) or ["main"]
+        self.visibilities: set[Visibility | None] = {block.visibility for block in blocks}
         self.apply_head_loss = self._apply_plain_head if shape.logit_softcap is None else self._apply_capped_head
         self.constants: dict[tuple[str, torch.device], Any] = {}  # frequencies and slopes on their device
 
@@ -385,7 +394,8 @@ class Decoder(nn.Module):
         ):  # copied once: a copy would wait for the device, and cannot be recorded in a graph
             frequencies, factor = compute_rope_frequencies(self.shape, kind)
             self.constants[key] = frequencies.to(positions_BT.device), factor
-        return look_up_rope_tables(positions_BT, self.shape.context, *self.constants[key], self.dtype)
+        frequencies, factor = self.constants[key]
+        return look_up_rope_tables(positions_BT, self.shape.context, frequencies, factor, self.dtype)
 
     def _prepare_documents(self, documents_BT: Tensor, stretches: int) -> dict[Visibility | None, Any]:
         """The documents as the attention of each kind of layer takes them."""
@@ -451,12 +461,17 @@ class Decoder(nn.Module):
         cap = self.shape.logit_softcap
         return logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)
 
-    def _apply_plain_head(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return self.ops.linear_cross_entropy(*given)
+    def _apply_plain_head(
+        self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.ops.linear_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss)
 
-    def _apply_capped_head(self, *given: Any) -> tuple[Tensor, Tensor]:
-        assert self.shape.logit_softcap is not None
-        return self.ops.softcapped_cross_entropy(*given, self.shape.logit_softcap)
+    def _apply_capped_head(
+        self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        cap = self.shape.logit_softcap
+        assert cap is not None
+        return self.ops.softcapped_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss, cap)
 
     def _head(self) -> Tensor:
         """The head's matrix [V, D]: the embedding if it is tied."""

@@ -28,7 +28,7 @@ DESCRIBED: dict[str, dict[str, Any]] = {
         "model__mlp_bias": True,
         "model__rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 16},
     },
-    "olmo2": {"model__norms": "post", "model__qk_norm": "whole", "model__tied": False},
+    "olmo2": {"model__head_dim": 8, "model__norms": "post", "model__qk_norm": "whole", "model__tied": False},
     "gemma2": {
         "model__norms": "sandwich",
         "model__norm_plus_one": True,
@@ -37,7 +37,7 @@ DESCRIBED: dict[str, dict[str, Any]] = {
         "model__attention_softcap": 2.0,
         "model__logit_softcap": 3.0,
         "model__activation": "gelu_tanh",
-        "model__embedding_scale": 5.65625,
+        "model__embedding_scale": 32**0.5,
     },
     "qwen3-moe": {
         "model__tied": False,

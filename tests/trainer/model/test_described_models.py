@@ -125,3 +125,82 @@ def test_loss_and_gradients_of_packed_documents_equal_those_of_transformers(case
     for name, parameter in own.items():
         assert parameter.grad is not None, name
         assert find_difference(parameter.grad, gradients[name], least) < GRADIENTS, name
+
+
+# -- facts that no family has ------------------------------------------------------------------------------------------
+SMALL = {
+    "vocab_size": 64,
+    "d_model": 16,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 24,
+    "context": CONTEXT,
+}
+WITHOUT_A_FAMILY: dict[str, dict[str, Any]] = {
+    "sinks": {"qk_norm": False, "attention_sinks": True, "windows": [7, None], "position": "alibi"},
+    "relu2": {"qk_norm": False, "gated": False, "activation": "relu2", "mlp_bias": True, "norms": "post"},
+    "gelu": {"activation": "gelu", "nope_every": 2, "attention_out_bias": True},
+    "whole": {"qk_norm": "whole", "nope_every": 2, "norms": "sandwich", "gated": False, "activation": "gelu_tanh"},
+}
+
+
+def compute_by_hand(decoder: Decoder, tokens_T: Tensor) -> Tensor:
+    """The logits of one document [T, V] in fp64, from the description alone."""
+    spec = decoder.shape
+    H, G, K, T = spec.heads, spec.kv_heads, spec.head_dim, len(tokens_T)
+    rms = lambda x, w: x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * w
+    act = {"relu2": lambda x: x.relu() ** 2, "gelu": F.gelu, "silu": F.silu,
+           "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))}[spec.activation]  # fmt: skip
+    w = {name: parameter.detach().double() for name, parameter in decoder.named_parameters()}
+    x = w["embedding"][tokens_T]
+    place = torch.arange(T, dtype=torch.float64)
+    distance = place[:, None] - place
+    for layer in range(spec.layers):
+        b = {name.split(".")[2]: value for name, value in w.items() if name.startswith(f"blocks.{layer}.")}
+        one = spec.layer(layer)
+        h = x if spec.norms == "post" else rms(x, b["attention_norm"])
+        q, k, v = h @ b["q"].T, h @ b["k"].T, h @ b["v"].T
+        if spec.qk_norm == "whole":
+            q, k = rms(q, b["q_norm"]), rms(k, b["k_norm"])
+        q, k, v = q.view(T, H, K), k.view(T, G, K), v.view(T, G, K)
+        if spec.qk_norm is True:
+            q, k = rms(q, b["q_norm"]), rms(k, b["k_norm"])
+        if one.rope != "none":
+            angle = place[:, None] * spec.rope_theta ** (-torch.arange(K // 2).double() / (K // 2))
+            turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+            q, k = ((torch.complex(y[..., : K // 2], y[..., K // 2 :]) * turn) for y in (q, k))
+            q, k = (torch.cat((y.real, y.imag), -1) for y in (q, k))
+        out = []
+        for head in range(H):
+            score = q[:, head] @ k[:, head // (H // G)].T * K**-0.5
+            if spec.position == "alibi":
+                score = score - 2.0 ** (-8 * (head + 1) / H) * distance
+            hidden = (distance < 0) | (distance >= (one.window or T))
+            weight = score.masked_fill(hidden, -torch.inf).exp()
+            extra = b["sinks"][head].exp() if spec.attention_sinks else 0.0
+            out.append(weight / (weight.sum(-1, keepdim=True) + extra) @ v[:, head // (H // G)])
+        y = torch.cat(out, -1) @ b["attention_out"].T + b.get("attention_out_bias", 0.0)
+        x = x + (y if spec.norms == "pre" else rms(y, b["attention_post_norm"]))
+        h = x if spec.norms == "post" else rms(x, b["mlp_norm"])
+        up = h @ b["up"].T + b.get("up_bias", 0.0)
+        y = (act(h @ b["gate"].T) * up if spec.gated else act(up)) @ b["down"].T + b.get("down_bias", 0.0)
+        x = x + (y if spec.norms == "pre" else rms(y, b["mlp_post_norm"]))
+    return rms(x, w["final_norm"]) @ w["embedding"].T
+
+
+@pytest.mark.parametrize("changes", WITHOUT_A_FAMILY.values(), ids=WITHOUT_A_FAMILY)
+@pytest.mark.parametrize("chosen", ["reference", "blocks"])
+def test_facts_that_no_family_has_are_computed_as_their_formulas_say(changes: dict[str, Any], chosen: str) -> None:
+    spec = ModelSpec(**SMALL, **changes)
+    decoder = Decoder(spec, bind_ops({"general_attention": chosen}, "cpu", torch.float32, compile=False))
+    decoder.initialise(1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        tokens = torch.randint(64, (1, CONTEXT), generator=generator)
+        found = decoder.logits(tokens, *pack())
+    for part, of_document in zip(tokens.split(LENGTHS, 1), found.split(LENGTHS, 1), strict=True):
+        assert find_difference(of_document[0], compute_by_hand(decoder, part[0])) < LOGITS

@@ -280,3 +280,44 @@ def test_training_evens_out_the_load_of_a_skewed_router() -> None:
         for bias, load_E in zip(biases, load):
             update_router_bias(bias, load_E, 0.02, torch.tensor(0.0))
     assert worst[0] > 0.8 and max(worst[-10:]) < 0.35, worst
+
+
+def test_the_loss_of_balance_is_that_of_transformers_for_each_row() -> None:
+    """transformers sums the shares of the k choices; here they are shares of all choices. Padding counts for neither."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    generator = torch.Generator().manual_seed(3)
+    x, router = torch.randn(3 * N, D, generator=generator), torch.randn(E_, D, generator=generator)
+    holds = torch.ones(3, N, dtype=torch.bool)
+    holds[1, N // 2 :] = False
+    holds[2] = False  # a row without documents
+    routing = route_tokens(x, router, None, choose(2, scores="softmax"))
+    rows = [
+        load_balancing_loss_func((logits,), E_, 2, attention_mask=mask[None].long())
+        for logits, mask in zip(routing.logits_NE.view(3, N, E_)[:2], holds[:2], strict=True)
+    ]
+    assert float(routing.balance_loss(holds)) == pytest.approx(float(sum(rows)) / 2, rel=1e-5)
+    even = route_tokens(torch.eye(E_).repeat(4, 1), 40 * torch.eye(E_), None, choose(1, scores="softmax"))
+    assert float(even.balance_loss(torch.ones(1, 4 * E_, dtype=torch.bool))) == pytest.approx(1.0)
+    one = route_tokens(torch.eye(E_)[:1].repeat(4, 1), 40 * torch.eye(E_), None, choose(1, scores="softmax"))
+    assert float(one.balance_loss(torch.ones(1, 4, dtype=torch.bool))) == pytest.approx(E_)
+
+
+def test_tokens_go_to_experts_of_their_best_groups_only() -> None:
+    p = parts(4)
+    routing = route_tokens(p["x"], p["router"], p["bias"], choose(2, groups=3, groups_per_token=1))
+    wanted_Nge = (torch.sigmoid(p["x"] @ p["router"].T) + p["bias"]).unflatten(1, (3, 2))
+    best_N = wanted_Nge.sum(-1).argmax(-1)  # groups of two: both of its experts count
+    assert torch.equal(routing.experts_Nk.sort(-1).values, torch.stack((2 * best_N, 2 * best_N + 1), -1))
+    assert len(best_N.unique()) == 3
+
+
+def test_weights_are_scaled_after_they_are_normalised() -> None:
+    p = parts(5)
+    plain, scaled, raw = (
+        route_tokens(p["x"], p["router"], p["bias"], choose(2, **changes)).weights_Nk
+        for changes in ({}, {"scale": 2.5}, {"normalise": False})
+    )
+    torch.testing.assert_close(scaled.sum(-1), torch.full((N,), 2.5))
+    torch.testing.assert_close(raw / raw.sum(-1, keepdim=True), plain)
+    assert float(raw.max()) < 1
