@@ -48,8 +48,8 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.only("qk_head_dim", head_dim)
     found = read_common(reader)
     # after read_common, which checks that this is a mapping of numbers
-    mscale = (reader.take("rope_parameters", None) or reader.take("rope_scaling", None) or {}).get("mscale_all_dim")
     reader.only("num_key_value_heads", found["heads"])
+    mscale = (reader.take("rope_parameters", None) or reader.take("rope_scaling", None) or {}).get("mscale_all_dim")
     if found.get("rope_scaling") and mscale:
         found["attention_scale"] = _scale(head_dim, found["rope_scaling"]["factor"], mscale)
     return found | {

@@ -31,8 +31,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
         "attention_out_bias": bias,
         "windows": read_window_everywhere(reader, window if used else None),
         "experts": {
-            "count": reader.whole("num_local_experts", 2, 4096, reader.take("num_experts", None))
-            or reader.whole("num_experts", 2, 4096),
+            "count": _count(reader),
             "per_token": reader.whole("num_experts_per_tok", 1, 4096),
             "d_ff": reader.whole("moe_intermediate_size", 1, 1 << 18),
             "shared": 0,
@@ -42,6 +41,15 @@ def read(reader: ConfigReader) -> dict[str, Any]:
             "balance": "loss",
         },
     }
+
+
+def _count(reader: ConfigReader) -> int:
+    """The number of experts: ``num_experts``, which transformers 5 writes as ``num_local_experts``."""
+    count = reader.whole("num_experts", 2, 4096, None)
+    local = reader.whole("num_local_experts", 2, 4096, None)
+    if count is not None and local is not None and count != local:
+        raise reader.unexpected("num_local_experts", str(count), local)
+    return count or local or reader.whole("num_experts", 2, 4096)
 
 
 def _dense_layers(reader: ConfigReader, layers: int) -> int:

@@ -255,7 +255,8 @@ def check_shapes(
     if missing:
         raise ModelFilesError(
             "models.missing_tensor",
-            "{where}: {count:,|tensor|tensors} that config.json describes are missing: {tensor} …",
+            "{where}: {count:,|tensor|tensors} that config.json describes are missing: {tensor} … "
+            "Use config.json and weights of one model",
             where=where,
             count=len(missing),
             tensor=missing[0],
@@ -264,7 +265,8 @@ def check_shapes(
     if other:
         raise ModelFilesError(
             "models.other_shape",
-            "{where}: {count:,|tensor|tensors} have another shape than config.json says: {tensor} has {found}, not {expected} …",
+            "{where}: {count:,|tensor|tensors} have another shape than config.json says: {tensor} has {found}, not {expected} … "
+            "Use config.json and weights of one model",
             where=where,
             count=len(other),
             tensor=other[0],
@@ -285,7 +287,8 @@ def check_shapes(
     if unknown:
         raise ModelFilesError(
             "models.extra_tensor",
-            "{where}: {count:,|tensor|tensors} are no part of the model that config.json describes: {tensor} …",
+            "{where}: {count:,|tensor|tensors} are no part of the model that config.json describes: {tensor} … "
+            "Use config.json and weights of one model",
             where=where,
             count=len(unknown),
             tensor=unknown[0][:120],

@@ -475,3 +475,45 @@ def test_a_key_that_cannot_be_held_is_refused_by_name_and_value(
 ) -> None:
     error = refusal(config | change)
     assert error.code == code and (key is None or error.data["key"] == key)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    1 << 70,
+    0.5,
+    -0.5,
+    float("inf"),
+    float("nan"),
+    1e300,
+    "",
+    "x",
+    [],
+    [0],
+    ["x"],
+    [[]],
+    {},
+    {"x": 1},
+    {"type": []},
+]
+
+
+@pytest.mark.parametrize("config", [row[1] for row in PUBLISHED], ids=[row[0] for row in PUBLISHED])
+def test_an_odd_value_of_any_key_is_read_or_refused_by_a_coded_error(config: dict[str, Any]) -> None:
+    """A config.json is untrusted: no value may end in another error, or in a description that cannot be written."""
+    refused = 0
+    for key in [*config, "rope_parameters", "layer_types", "num_local_experts", "head_dim", "sliding_window"]:
+        for value in ODD:
+            try:
+                spec = read(config | {key: value})
+            except ModelFilesError as error:
+                refused += 1
+                assert len(str(error)) < 1000
+            else:
+                FAMILIES[config["model_type"]].find_differences(spec)
+    assert refused > 10 * len(config) // 2
