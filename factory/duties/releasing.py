@@ -54,7 +54,7 @@ def _unjudged(state: DutyState) -> list[int]:
 
 def _unmeasured_import(state: DutyState) -> list[int]:
     """Return the candidate of the imported model if it was never measured and documents of the sealed half exist."""
-    row = find_import(state.db)
+    row = find_import(state.db) if state.plant.workspace.config.import_from else None
     candidate = CandidateRow.find_first(state.db, "WHERE segment = :segment", segment=row.id) if row else None
     if candidate is None or EvaluationRow.find_newest(state.db, candidate.id) is not None:
         return []
@@ -128,7 +128,7 @@ RELEASE = Duty(
 RELEASE_IMPORT = Duty(
     "release_import",
     Message("duties.release_import", "make an imported model release 0"),
-    lambda state: find_unreleased_import(state.db),
+    lambda state: find_unreleased_import(state.db) if state.plant.workspace.config.import_from else [],
     release_imported_model,
 )
 MEASURE_IMPORT = Duty(

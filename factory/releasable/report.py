@@ -60,9 +60,12 @@ class ReportLine:
 
 
 def make_report(plant: Plant) -> list[ReportLine]:
-    """Make the report. Lines that hold back releases come first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
+    """Make the report. Lines that hold back releases come first. Before the first shard, only the licence of an imported model is known.
+
+    Raises: ConfigError for an unreadable policy.
+    """
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
-        return []
+        return [*_imported_licence(plant)]
     lines = [*_held_out(plant), *_imported_licence(plant), *_licences(plant), *_recipe(plant)]
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 

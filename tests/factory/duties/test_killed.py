@@ -117,6 +117,8 @@ ELSEWHERE = {
     "improve": "tests/factory/code_loop/test_improving.py",
     "report_releasable": "one event, at once",
     "finish_release": "tests/factory/release/test_releases.py",
+    "release_import": "tests/factory/presets/test_imported_workspace.py",
+    "measure_import": "tests/chaos: judge",  # the same evaluation, in one transaction
     "diagnose": "tests/factory/diagnosis/test_diagnosing.py",
     "release": "tests/factory/release/test_releases.py",
     "judge": "tests/chaos: judge",

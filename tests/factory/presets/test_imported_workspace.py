@@ -21,13 +21,17 @@ from factory.core.errors import ConfigError, DiskFullError, FactoryError
 from factory.core.faults import is_disk_full
 from factory.core.progress import SILENT, SilentProgress
 from factory.core.workspace import Workspace
+from factory.diagnosis.remedies import rewind_segment
 from factory.duties.duty import DutyState
 from factory.duties.releasing import MEASURE_IMPORT, find_unexported_segments
+from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.imported_model import find_import, find_imported_licence, read_import_plan, refuse_unfinished_import
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+from factory.releasable.report import make_report
+from factory.release.gguf.writing import write_release_gguf
 from factory.release.releases import finish_interrupted_releases
 from factory.repairs.checkpoints import replay_checkpoint
 from factory.retention.needs import RetentionNeeds
@@ -161,6 +165,44 @@ def test_a_stated_licence_takes_precedence_and_the_imported_model_waits_for_held
     assert facts["licence"] == "MIT"
     with plant.ledger.snapshot() as db:
         assert not [*MEASURE_IMPORT.due(DutyState(plant, db))]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_models_licence_counts_for_every_candidate_that_descends_from_it(
+    named: bool, own: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    if not named:
+        (own / "README.md").unlink()
+    plant = opened(Path(make(own)["workspace"]))
+    evidence = read_training_evidence(plant, 1)
+    assert evidence["not_releasable"] == ({} if named else {"no licence (imported model)": 1.0})
+    (line,) = [line for line in make_report(plant) if line.name == "imported model"]
+    assert line.ok is named and bool(line.todo) is not named
+
+
+def test_an_imported_model_is_not_rewound(model: Path, make: Callable[..., dict[str, Any]]) -> None:
+    plant = opened(Path(make(model)["workspace"]))
+    with refused("diagnosis.import_stays"):
+        rewind_segment(plant.ledger, 1, "a person")
+    assert SegmentRow.get(plant.ledger, 1).state == "done"
+
+
+@pytest.mark.slow("transformers starts in the sandbox to read the file")
+def test_a_gguf_file_is_imported_with_the_bits_of_its_weights(
+    isolates: None, model: Path, make: Callable[..., dict[str, Any]], tmp_path: Path, code_repository: Path
+) -> None:
+    plant = opened(Path(make(model)["workspace"]))
+    file, text = tmp_path / "small.gguf", tmp_path / "text.gguf"
+    write_release_gguf(plant.ledger, 0, file, SILENT)
+    facts = make_imported_workspace(tmp_path / "again", ImportOptions(file), code_repository, SILENT)
+    assert facts["files"].keys() == {"small.gguf"} and facts["class"] == "LlamaForCausalLM"
+    again = opened(Path(facts["workspace"]))
+    ours, theirs = (read_tensors(Path(read_last_checkpoint(one.ledger, 1)["path"]), "model") for one in (again, plant))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    text.write_text("GGUF, but only a text")
+    with refused("gguf_source.unreadable"):
+        make_imported_workspace(tmp_path / "none", ImportOptions(text), code_repository, SILENT)
+    assert not (tmp_path / "none").exists()
 
 
 # -- kills ---------------------------------------------------------------------------------------------------------------
