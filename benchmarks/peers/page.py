@@ -81,8 +81,9 @@ def table(found: Mapping[str, Any], ratio: Mapping[str, Any]) -> list[str]:
         "first loss",
         "last loss",
     ]
+    fewer = f", {work['layers']} layers" if work["layers"] else ""
     lines = [
-        f"**{work['shape']}, context {work['context']}, {work['rows']} rows a step, {work['precision']}**",
+        f"**{work['shape']}, context {work['context']}, {work['rows']} rows a step, {work['precision']}{fewer}**",
         "",
         f"| {' | '.join(columns)} |",
         f"|---|{'--:|' * (len(columns) - 1)}",
