@@ -1,4 +1,7 @@
-"""Which keys a query of the op sees."""
+"""Which keys a query of the op sees.
+
+A separate file, because the op, each of its backends and the trainer import it, and the op's file imports its backends.
+"""
 
 from __future__ import annotations
 

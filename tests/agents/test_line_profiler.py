@@ -160,7 +160,7 @@ def test_edges_follow_the_data_flow_and_mark_conditional_lines(found: Profile) -
     assert not edges[names["return self.multiply(o_BTHK.reshape(B, T, -1)"[:34]], residual].conditional
     into = [edge for (_, target), edge in edges.items() if target == products]
     assert into and all(edge.conditional for edge in into)  # only where matrices are joined
-    assert not edges[residual, names["return x_BSD + y_BSD"]].conditional
+    assert edges[residual, names["return x_BSD + y_BSD"]].conditional  # only where there are no experts
 
 
 def test_query_and_key_are_stream_candidates(found: Profile) -> None:

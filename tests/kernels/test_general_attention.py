@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,10 +76,9 @@ def test_sinks_take_the_share_that_gpt_oss_gives_them() -> None:
     q, k, v, sink = draw()
     visible = VisibleKeys(torch.zeros(B, T, dtype=torch.int32), 20, None)
     mask = torch.zeros(B, T, T, dtype=torch.float64).masked_fill(~make_visibility_mask(visible), float("-inf"))
-    layer = SimpleNamespace(sinks=sink, num_key_value_groups=H // G, training=False)
-    expected, _ = eager_attention_forward(
-        layer, *(x.transpose(1, 2) for x in (q, k, v)), mask.unsqueeze(1), scaling=K**-0.5
-    )
+    layer: Any = SimpleNamespace(sinks=sink, num_key_value_groups=H // G, training=False)
+    heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    expected, _ = eager_attention_forward(layer, heads[0], heads[1], heads[2], mask.unsqueeze(1), scaling=K**-0.5)
     torch.testing.assert_close(reference(q, k, v, sink, None, visible), expected.view(B, T, H, K))
 
 
@@ -115,8 +115,8 @@ def test_prepared_blocks_give_what_the_keys_themselves_give(case: OracleCase) ->
         ({"position": "alibi"}, {"general_attention"}),
     ],
 )
-def test_ops_that_a_model_never_calls_are_known_from_its_description(keys: dict[str, object], called: set[str]) -> None:
-    sizes = {
+def test_ops_that_a_model_never_calls_are_known_from_its_description(keys: dict[str, Any], called: set[str]) -> None:
+    sizes: dict[str, Any] = {
         "vocab_size": 64,
         "d_model": 16,
         "layers": 2,
@@ -126,6 +126,6 @@ def test_ops_that_a_model_never_calls_are_known_from_its_description(keys: dict[
         "d_ff": 16,
         "context": 16,
     }
-    spec = ModelSpec(**sizes, **keys)  # type: ignore[arg-type]
+    spec = ModelSpec(**sizes, **keys)
     idle = {"general_attention", "softcapped_cross_entropy"} - called
     assert set(list_idle_ops(spec.model_dump())) == idle

@@ -24,7 +24,7 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(
     norms: dict[int | None, list[float]] = {}
     weights: dict[int | None, dict[str, torch.Tensor]] = {}
     for micro in (None, 1, 4):
-        more = {"batch__micro_sequences": micro, "stability__noise_scale_every": 0}
+        more: dict[str, Any] = {"batch__micro_sequences": micro, "stability__noise_scale_every": 0}
         run = run_of(tmp_path / str(micro), make_shard, **changes, **more)
         seen = [run.train_step(make_batch(run.order)) for _ in range(2)]
         norms[micro] = [record["grad_norm"] for record in seen] + [record["loss"] for record in seen]

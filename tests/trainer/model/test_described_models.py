@@ -128,7 +128,7 @@ def test_loss_and_gradients_of_packed_documents_equal_those_of_transformers(case
 
 
 # -- facts that no family has ------------------------------------------------------------------------------------------
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "d_model": 16,
     "layers": 2,
