@@ -48,7 +48,7 @@ def test_each_family_is_served_with_the_evaluators_logits_and_stops(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, {"architectures": ["Evil"]}],
+    [{"architectures": ["PhiForCausalLM"], "model_type": "phi"}, {"architectures": ["Evil"]}],
     ids=str,
 )
 @pytest.mark.slow("transformers in a process of its own")
