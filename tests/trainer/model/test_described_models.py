@@ -21,7 +21,7 @@ from trainer.model.transformer import Decoder
 
 LOGITS, GRADIENTS = 1e-5, 1e-4  # largest difference, as a share of the largest number
 KERNELS = {"general_attention": "blocks", "softcapped_cross_entropy": "chunked"}  # of a CPU before tuning
-LENGTHS = (23, 30, 11)  # of the documents of a packed row
+LENGTHS = (23, 30, CONTEXT - 53)  # of the documents of a packed row
 EXACT = [
     case for case in CASES if case.name != "dynamic"
 ]  # dynamic scaling: transformers rounds its frequencies again for each length
