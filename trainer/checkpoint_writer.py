@@ -1,7 +1,8 @@
 """Saves checkpoints while training goes on: the step waits neither for a copy nor for the disk.
 
 Only the optimiser's step changes weights and optimiser state. Therefore a thread copies them during the next step's forward and backward;
-only that step's update waits for the copy, which is usually done by then.
+only that step's update waits for the copy, which is usually done by then. The last save of a run on a CPU copies nothing, because no update
+follows.
 
 A GPU copies to page-locked memory (``locked_memory``). That memory is made once, while the run compiles, and every save uses it.
 """
@@ -49,8 +50,11 @@ class CheckpointWriter:
                 self._memory.reserve, reserve
             )  # an error here is raised again by the first save's own call
 
-    def begin_save(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
-        """Begin a save as soon as the previous one is done. The tensors may change after ``wait_until_copied``.
+    def begin_save(
+        self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any], is_last: bool = False
+    ) -> None:
+        """Begin a save as soon as the previous one is done. The tensors may change after ``wait_until_copied``. With ``is_last`` they do not change
+        any more: those in host memory are written without a copy.
 
         Raises: the error of the previous save.
         """
@@ -59,7 +63,7 @@ class CheckpointWriter:
         ready = torch.cuda.Event() if torch.cuda.is_available() else None
         if ready is not None:
             ready.record()
-        self._pending = self._pool.submit(self._save, step, contents, regions, state, ready)
+        self._pending = self._pool.submit(self._save, step, contents, regions, state, ready, is_last)
 
     def wait_until_copied(self) -> None:
         """Wait until the tensors of the last save may change."""
@@ -88,6 +92,7 @@ class CheckpointWriter:
         regions: Regions,
         state: dict[str, Any],
         ready: torch.cuda.Event | None,
+        is_last: bool,
     ) -> Path:
         try:
             memory = None
@@ -97,7 +102,8 @@ class CheckpointWriter:
                 memory = self._disk.submit(
                     self._memory.reserve, count_host_bytes(t for _, _, t in iterate_checkpoint_tensors(contents))
                 ).result()
-            copied = copy_to_host(contents, memory, ready)
+            in_host_memory = all(tensor.device.type == "cpu" for _, _, tensor in iterate_checkpoint_tensors(contents))
+            copied = contents if is_last and in_host_memory else copy_to_host(contents, memory, ready)
         finally:
             self._copied.set()
         written = self._disk.submit(save_rank_share, self.parent, step, copied, regions, state, self.rank, self.ranks)

@@ -312,8 +312,8 @@ class SegmentRun:
         for bias_E, load_E in zip(biases, load):
             update_router_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
-    def save(self) -> None:
-        """Begin to save a checkpoint. The caller may launch further steps while it is written."""
+    def save(self, is_last: bool = False) -> None:
+        """Begin to save a checkpoint. The caller may launch further steps while it is written, unless it is the last one."""
         assert self.writer is not None
         state = {
             "step": self.step,
@@ -329,7 +329,7 @@ class SegmentRun:
             "skipped": [asdict(bad) for bad in self.skipped],
         }
         contents, regions = self.collect_checkpoint_contents()
-        self.writer.begin_save(self.step, contents, regions, state)
+        self.writer.begin_save(self.step, contents, regions, state, is_last)
 
     def collect_checkpoint_contents(self) -> tuple[dict[str, Tensors], Regions]:
         """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).

@@ -167,7 +167,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
             if saves or (reads and run.stop_asked):
                 metrics.sync()
                 anomalies.sync()
-                run.save()
+                run.save(is_last=ended or (reads and run.stop_asked))
             writer.raise_if_finished_save_failed()
             if reads and run.stop_asked and not ended:
                 writer.wait_for_last_save()

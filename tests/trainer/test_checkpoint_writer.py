@@ -77,6 +77,20 @@ def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
         assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(step)["model"].items())
 
 
+def test_the_last_save_on_a_cpu_writes_the_same_bytes_without_a_copy(
+    tmp_path: Path, written: list[list[tuple[int, int]]]
+) -> None:
+    contents = contents_of(1)
+    for folder, is_last in (("copied", False), ("last", True)):
+        writer = CheckpointWriter(tmp_path / folder, keep=3)
+        writer.begin_save(1, contents, {}, {"step": 1}, is_last)
+        writer.wait_for_last_save()
+        writer.close()
+    held = [(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in iterate_checkpoint_tensors(contents)]
+    assert written[1] == held and not {at for at, size in written[0] if size} & {at for at, size in held if size}
+    assert file_hashes(tmp_path / "copied") == file_hashes(tmp_path / "last")
+
+
 def test_the_next_save_uses_the_memory_of_a_save_that_failed(
     tmp_path: Path, written: list[list[tuple[int, int]]]
 ) -> None:
