@@ -38,6 +38,7 @@ def reference(
     score_BGrTT = torch.einsum("bigrk,bjgk->bgrij", q_BTGrK, k_BTGK.to(wide)) * K**-0.5
     if softcap is not None:
         score_BGrTT = softcap * torch.tanh(score_BGrTT / softcap)
+    visible = VisibleKeys(*visible)  # the gate's driver passes a plain list
     if visible.slopes_H is not None:
         place_T = torch.arange(T, device=q_BTHK.device, dtype=wide)
         distance_TT = place_T.unsqueeze(1) - place_T

@@ -46,7 +46,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a damaged checkpoint is trusted": (
         SEGMENT, [("        fault = find_checkpoint_fault_on_any_rank(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
     "the data begin again after a resume": (
-        RUN, [('state=state["sampler"] if state is not None and not restarts else None', "state=None")], "next generation"),
+        RUN, [('state=state.get("sampler") if state is not None and not restarts else None', "state=None")], "next generation"),
     "an outlier is not skipped": (
         STABILITY, [("torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)",
                      "torch.isfinite(loss) & torch.isfinite(grad_norm)")], "outliers are skipped"),
@@ -95,7 +95,7 @@ UNTOLD: dict[str, Edits] = {
 }  # fmt: skip
 BELOW_THE_OLD_BOUND: dict[str, Edits] = {
     "no clipping": (STABILITY, [("(grad_norm / clip).clamp(min=1.0)", "(grad_norm / clip).clamp(min=1.0, max=1.0)")], "first steps"),
-    "no z-loss": (RUN, [("z_loss=self.recipe.stability.z_loss,", "z_loss=0.0,")], "first steps"),
+    "no z-loss": (RUN, [("z_loss = self.recipe.stability.z_loss\n", "z_loss = 0.0\n")], "first steps"),
     "bf16 moments": (
         OPTIMIZER, [("        if self.muon is not None:\n            shares",
                      "        for kept in self.state.values():\n            for key in MOMENTS[:2]:\n                kept[key].copy_(kept[key].bfloat16())\n        if self.muon is not None:\n            shares")],
@@ -104,7 +104,7 @@ BELOW_THE_OLD_BOUND: dict[str, Edits] = {
         OPTIMIZER, [("        if self.muon is not None:\n            shares",
                      "        for kept in self.state.values():\n            kept['exp_avg_sq'].copy_(kept['exp_avg_sq'].bfloat16())\n        if self.muon is not None:\n            shares")],
         "next generation"),
-    "an fp32 recipe computed in bf16": (RUN, [("Decoder(recipe.model, ops, dtype,", "Decoder(recipe.model, ops, torch.bfloat16,")], "first steps"),
+    "an fp32 recipe computed in bf16": (RUN, [("recipe.model, ops, dtype, ranks.tensor,", "recipe.model, ops, torch.bfloat16, ranks.tensor,")], "first steps"),
     "logits in bf16": (
         "kernels/linear_cross_entropy/__init__.py", [("F.linear(x_ND, weight_VD)", "F.linear(x_ND.bfloat16(), weight_VD.bfloat16()).float()")],
         "next generation"),

@@ -26,7 +26,8 @@ def shard_parameters(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks
             dimension = model.find_split_dimension(name)  # type: ignore[operator]
             placement: Placement = Replicate() if dimension is None else Shard(dimension)
             owner_name, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner_name), key, nn.Parameter(_split(parameter, tensor_mesh, placement)))
+            split = nn.Parameter(_split(parameter, tensor_mesh, placement), parameter.requires_grad)
+            setattr(model.get_submodule(owner_name), key, split)
     replicas = ranks.mesh["replica"].size() > 1
     mesh = ranks.mesh["replica", "shard"] if replicas else ranks.mesh["shard"]
     # Weights are fp32; the gathered weights of a block are in ``dtype``, and gradients are summed in fp32.

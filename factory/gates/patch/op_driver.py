@@ -242,7 +242,7 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
 
 def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return one argument as JSON, and add its tensors to ``tensors``."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_told(one, tensors) for one in value]
     if not isinstance(value, Tensor):
         return value

@@ -332,6 +332,13 @@ CASES = (
             "model.experts": {**EXPERTS, "per_token": 1, "groups": 2, "normalise": False, "scale": 2.5},
         },
     ),
+    MatrixCase(
+        "LoRA's matrices in place of the weights",
+        "trunk",
+        changes={"adapt": {"kind": "lora", "rank": 2, "alpha": 3.0, "targets": ["q", "v", "down"]}},
+    ),
+    MatrixCase("DoRA for every matrix", "trunk", changes={"adapt": {"kind": "dora", "rank": 1}}),
+    MatrixCase("frozen weights", "trunk", changes={"freeze": ["embedding", "blocks.0"]}),
     MatrixCase("bf16", "trunk", changes=BF16, rounding=BF16_ROUNDING),
     MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
     MatrixCase(

@@ -49,11 +49,15 @@ def keys(recipe: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
 
 
 def one_valued(cases: tuple[MatrixCase, ...]) -> set[str]:
-    """The keys that have one value in all of these runs: code that put it in place of the key would leave what the key leaves."""
+    """The keys that have one value in all of these runs: code that put it in place of the key would leave what the key leaves.
+
+    A recipe leaves out later keys that have their default: that is a value too.
+    """
+    recipes = [dict(keys(case.make_recipe())) for case in cases if not case.exit_code]
     values = defaultdict(set)
-    for case in cases:
-        for key, value in keys(case.make_recipe()) if not case.exit_code else ():
-            values[key].add(value)
+    for recipe in recipes:
+        for key in {key for one in recipes for key in one}:
+            values[key].add(recipe.get(key, "left out"))
     return {key for key, found in values.items() if len(found) < 2 and not within(key, NOT_VARIED)}
 
 
