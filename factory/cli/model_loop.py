@@ -81,6 +81,13 @@ def init(
     licence: Annotated[
         str, typer.Option(help="With --from: the model's licence (default: as its README.md says).", show_default=False)
     ] = "",
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --from: a folder of documents like those that the model knew. A quarter of the training repeats them.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing.
@@ -103,11 +110,12 @@ def init(
             )
         from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 
-        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force), code, progress)
+        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force, replay), code, progress)
         workspace = Workspace.open(Path(facts["workspace"]))
-    elif context or licence:
+    elif context or licence or replay:
         raise InputError(
-            "model_loop.only_with_from", "--context and --licence belong to --from. Add --from, or leave them out."
+            "model_loop.only_with_from",
+            "--context, --licence and --replay belong to --from. Add --from, or leave them out.",
         )
     else:
         workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
