@@ -31,7 +31,7 @@ from factory.ingest.reading.streams import make_unreadable_file_error
 from factory.ingest.rules.licence_claims import find_relicensed_documents, find_strictest_licence
 from factory.ingest.rules.policy import REPLAY_DOMAIN, DataPolicy
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.imported_model import find_imported_licence
+from factory.ledger.imported_model import find_import, find_imported_licence
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
@@ -241,9 +241,10 @@ def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     elif request.replay:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
-        segment = ReleaseRow.get(plant.ledger, writer.release).segment
-        imported = find_imported_licence(plant.ledger, segment)
-        prompts = [Prompt({"text": ""}, REPLAY_DOMAIN, license=(imported and imported.name) or None)]
+        imported = find_import(plant.ledger)
+        is_import = imported is not None and imported.id == ReleaseRow.get(plant.ledger, writer.release).segment
+        licence = find_imported_licence(plant.ledger) if is_import else None  # a later release also learnt other text
+        prompts = [Prompt({"text": ""}, REPLAY_DOMAIN, license=(licence and licence.name) or None)]
     else:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
