@@ -12,6 +12,7 @@ from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
+from factory.ingest.replay_corpus import find_replay_corpus
 from factory.ingest.rules.policy import REPLAY_DOMAIN
 from factory.ledger.imported_model import ImportedLicence, read_import_plan
 from factory.ledger.ledger import Ledger
@@ -75,6 +76,7 @@ def make_imported_workspace(
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
             _refuse_other_workspace(workspace, options, source)
+            _refuse_other_replay(workspace, options)
         else:
             if repository:
                 refuse_code_without_trainer(repository)
@@ -159,6 +161,16 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
         for key, value in REPLAY_RULES.items():
             data = set_yaml_value(data, ("domains", REPLAY_DOMAIN, key), value)
     return name, {f"recipes/{name}.yaml": made.text, "data.yaml": data}
+
+
+def _refuse_other_replay(workspace: Workspace, options: ImportOptions) -> None:
+    """Raises: InputError if an existing workspace has another replay corpus, because a person may have changed its recipe since."""
+    if options.replay is not None and find_replay_corpus(workspace) != options.replay.expanduser().resolve():
+        raise InputError(
+            "imported_workspace.other_replay",
+            "--replay: this workspace was made without {folder}. Write 'replay_corpus: {folder}' into {policy}, and the weight {domain} into "
+            "mixture.weights of the recipe.", folder=options.replay, policy=workspace.policy_path("data.yaml"), domain=REPLAY_DOMAIN,
+        )  # fmt: skip
 
 
 def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source: ImportSource) -> None:

@@ -176,6 +176,12 @@ def choose_release_and_segment(ledger: Ledger, release: int, segment: int | None
                 "Else run 'factory check --repair'.", segment=one.id, path=last["path"],
             )  # fmt: skip
         found.append(SourceCheckpoint(last["id"], one.id, last["step"], last["path"]))
+    if found[0].step >= found[1].step:  # the average would continue from the release
+        raise InputError(
+            "training.release_not_older",
+            "--with-release: release {release} has {steps:,} steps, and segment {segment} has only {fewer:,}. Choose a segment with more steps.",
+            release=release, steps=found[0].step, segment=row.id, fewer=found[1].step,
+        )  # fmt: skip
     return found
 
 

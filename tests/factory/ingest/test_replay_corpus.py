@@ -124,6 +124,8 @@ def test_a_replay_corpus_that_is_no_folder_or_holds_no_document_is_refused(
     with refused("imported_workspace.no_replay", InputError):
         make_imported_workspace(tmp_path / "other", ImportOptions(model, replay=tmp_path / "none"), None, SILENT)
     assert not (tmp_path / "other").exists()
+    with refused("imported_workspace.other_replay", InputError):
+        make_imported_workspace(plant.workspace.root, ImportOptions(model, replay=tmp_path), None, SILENT)
     policy = plant.workspace.policy_path("data.yaml")
     empty = tmp_path / "empty"
     policy.write_text(yaml.safe_dump(yaml.safe_load(policy.read_text()) | {"replay_corpus": str(empty)}))

@@ -21,6 +21,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
 from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+from factory.show.pages.provenance import read_release_provenance
 from factory.training.averaging import plan_average
 from factory.training.exporting import export_candidate
 from factory.training.held_out_loss import load_held_out_loss_meter
@@ -28,9 +29,11 @@ from factory.training.planning import read_last_checkpoint
 from factory.training.release_average import RELEASE_WEIGHTS
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
+from tests.support.factory.shown import release
 from tests.support.lent_libraries import lend
 from tests.support.messages import refused
 from tests.support.paths import ROOT
+from tests.support.plants.release_scene import add_verdict
 from tests.support.plants.trained_plant import (
     close,
     commit_edit,
@@ -56,7 +59,7 @@ def write_recipe(workspace: Workspace, **changes: Any) -> None:
     recipe |= {"precision": "fp32", "compile": False, "checkpoint_every": 5, "batch": {"sequences": 8}}
     recipe["mixture"]["max_epochs"] = 20
     recipe["optimizer"]["lr"] = 0.02
-    recipe["schedule"] = {"warmup_steps": 2, "trunk_steps": {"first": 10, "later": 5}, "anneal_steps": 4}
+    recipe["schedule"] = {"warmup_steps": 2, "trunk_steps": {"first": 10, "later": 3}, "anneal_steps": 4}
     path.write_text(yaml.safe_dump(recipe | changes))
 
 
@@ -182,6 +185,21 @@ def test_frozen_weights_stay_after_lora_was_merged_and_lora_begins_again_under_n
     verdicts = VerdictRow.select(plant.ledger, "WHERE subject = :subject ORDER BY id", subject=f"segment:{number}")
     assert [(one.gate, one.outcome) for one in verdicts] == [("code", "promote"), ("preflight", "promote")]
     assert any(is_lora_tensor(name) for name in weights_of(plant, number))
+
+
+def test_a_later_release_is_averaged_with_a_segment_that_was_trained_for_longer(plant: Plant) -> None:
+    candidate = export_candidate(plant, 3)
+    made = release(plant, add_verdict(plant.ledger, candidate, against=1))
+    shorter, longer = SegmentRow.select(plant.ledger, "WHERE kind = 'trunk' AND id > 3 ORDER BY id")
+    with refused("training.release_not_older", InputError, steps=14, fewer=13):
+        plan_average(plant, "release", shorter.id, release=made)
+    number = plan_average(plant, "release", longer.id, release=made)
+    averaged = run_segment(plant, number)["averaged"]
+    assert [(part["segment"], part["step"]) for part in averaged["sources"]] == [(3, 14), (longer.id, 16)]
+    assert not any(is_lora_tensor(name) for name in weights_of(plant, number)), "both had LoRA, of other ranks"
+    verdict = add_verdict(plant.ledger, export_candidate(plant, number), against=candidate)
+    shown = read_release_provenance(plant.ledger, release(plant, verdict))
+    assert shown["segments"][-1]["averaged"]["table"] == averaged["table"]
 
 
 def assert_export_is_proven(plant: Plant, candidate: int) -> None:
