@@ -14,6 +14,7 @@ import numpy as np
 from models.shrinking import shrink_spec
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.lora import fit_to_smaller_model
 from trainer.contract.plan.precision import choose_training_device, replace_auto_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
@@ -53,7 +54,8 @@ def shrink_recipe(recipe: Recipe) -> Recipe:
         recipe.model, layers=2, context=32, kv_heads=2, head_dim=16, d_model=32, vocab_size=512, experts=2
     )
     batch = recipe.batch.model_copy(update={"sequences": 8, "micro_sequences": None, "warmup": []})
-    return recipe.model_copy(update={"model": model, "batch": batch})
+    adapt, freeze = fit_to_smaller_model(model, recipe.adapt, recipe.freeze)
+    return recipe.model_copy(update={"model": model, "batch": batch, "adapt": adapt, "freeze": freeze})
 
 
 def make_random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:

@@ -39,7 +39,7 @@ from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import find_unmatched_tensor, have_same_bits
-from factory.runs.trace import RunTrace
+from factory.runs.trace import RunTrace, merge_adapted_weights
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import make_segment_spec
 from kernels.contract.choice import resolve_auto_in_text
@@ -132,6 +132,11 @@ class _Measured:
     origin: Tensors
     claims: dict[str, Any]
 
+    def compute_drift(self, one: Checkpoint, base: Checkpoint, include_worst_tensor: bool = True) -> float:
+        """Return the drift of ``one`` from ``base``, as a share of the way of ``base`` in the window."""
+        ours, theirs = merge_adapted_weights(one), merge_adapted_weights(base)
+        return compute_weight_drift(ours, theirs, self.origin, include_worst_tensor)
+
     def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:
         """Return the arm of a replay. It has the segment's specification, checkpoint and data. Its code chooses the kernels, and it uses one rank.
 
@@ -198,10 +203,8 @@ class _Measured:
                 remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint)
             )
             found |= {
-                "drift": compute_weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
-                "control_drift": compute_weight_drift(
-                    shorter.model, base.final_checkpoint.model, self.origin, include_worst_tensor=False
-                ),
+                "drift": self.compute_drift(live.final_checkpoint, base.final_checkpoint),
+                "control_drift": self.compute_drift(shorter, base.final_checkpoint, include_worst_tensor=False),
             }
         told = shorter is not None or found["same_bits"]
         state = (
@@ -229,7 +232,7 @@ def gather_audit_evidence(
     end = get_window_checkpoint_folder(plant, row, window.last)
     try:
         evidence["subject_sha256"] = hash_manifest(end)
-        origin = load_checkpoint(get_window_checkpoint_folder(plant, row, window.first)).model
+        origin = merge_adapted_weights(load_checkpoint(get_window_checkpoint_folder(plant, row, window.first)))
         base_commit = _without(plant.workspace, row.code_commit, patches)
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
@@ -291,7 +294,7 @@ def _replay(
     if not find_differences(policy, evidence | found):
         return found
     again = measured.trace("again", commit, window.last)
-    off = compute_weight_drift(again.final_checkpoint.model, base.final_checkpoint.model, measured.origin)
+    off = measured.compute_drift(again.final_checkpoint, base.final_checkpoint)
     found["again"] = {"same_bits": have_same_bits(again.final_checkpoint, base.final_checkpoint), "drift": off}
     found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
     return found

@@ -81,6 +81,13 @@ def init(
     licence: Annotated[
         str, typer.Option(help="With --from: the model's licence (default: as its README.md says).", show_default=False)
     ] = "",
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --from: a folder of documents like those that the model knew. A quarter of the training repeats them.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing.
@@ -103,11 +110,12 @@ def init(
             )
         from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 
-        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force), code, progress)
+        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force, replay), code, progress)
         workspace = Workspace.open(Path(facts["workspace"]))
-    elif context or licence:
+    elif context or licence or replay:
         raise InputError(
-            "model_loop.only_with_from", "--context and --licence belong to --from. Add --from, or leave them out."
+            "model_loop.only_with_from",
+            "--context, --licence and --replay belong to --from. Add --from, or leave them out.",
         )
     else:
         workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
@@ -336,16 +344,31 @@ def average(
     segment: Annotated[
         int | None, typer.Option(help="The segment whose checkpoints are averaged (default: the newest trunk segment).")
     ] = None,
+    with_release: Annotated[
+        int | None,
+        typer.Option(
+            "--with-release",
+            min=0,
+            help="Average the newest trained candidate, or the end of --segment, with this release. Held-out documents choose the weights.",
+        ),
+    ] = None,
 ) -> None:
-    """Average kept checkpoints of one segment and export the result as a candidate, without training. Safe to repeat."""
+    """Average kept checkpoints of one segment, or a trained model and a release, and export the result as a candidate. Safe to repeat."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train_segment as make
     from factory.ledger.rows import SegmentRow
-    from factory.training.averaging import plan_average
+    from factory.training.averaging import WeightingRule, plan_average
     from factory.training.exporting import export_candidate
 
+    if with_release is not None and (last is not None or by_held_out_loss):
+        raise InputError(
+            "model_loop.release_average_options",
+            "--with-release averages two checkpoints and chooses their weights itself. Nothing was averaged. Leave out --last and "
+            "--by-held-out-loss.",
+        )
+    rule: WeightingRule = "held-out-loss" if by_held_out_loss else "uniform"
     with plant.workspace.hold_lock(MODEL_LOOP):
-        number = plan_average(plant, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
+        number = plan_average(plant, rule if with_release is None else "release", segment, last, with_release)
         make(plant, number)
         candidate = export_candidate(plant, number)
     result = SegmentRow.get(plant.ledger, number).result or {}
@@ -355,7 +378,26 @@ def average(
         "  Candidate {candidate} is the average of the checkpoints. To judge the candidate: 'factory evaluate {candidate}'",
         candidate=candidate,
     )
-    say(found, said)
+    say(found, [*_list_release_averages(found["averaged"]), said])
+
+
+def _list_release_averages(averaged: dict[str, Any]) -> list[str]:
+    """A line for each measured average of a release; none for another rule."""
+    return [
+        Message(
+            "model_loop.release_average",
+            "  release × {weight:.1f}: mean {mean:.4f} bits per byte ({domains}){worse}",
+            weight=row["release_weight"],
+            mean=row["mean"],
+            domains=[f"{domain} {bits:.4f}" for domain, bits in row["bits_per_byte"].items()],
+            worse=Message(
+                "model_loop.worse_than_release", ", worse than the release in {domains}", domains=list(row["lost"])
+            )
+            if row["lost"]
+            else "",
+        )
+        for row in averaged.get("table", ())
+    ]
 
 
 @register_command(app)

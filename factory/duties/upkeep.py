@@ -10,6 +10,7 @@ from factory.core.faults import LOCKED, find_fault_in
 from factory.duties.duty import Duty, always_due
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_inbox
+from factory.ingest.replay_corpus import find_waiting_replay_corpus, ingest_replay_corpus
 from factory.ledger.plant import Plant
 from factory.releasable.recorded_report import update_report_if_stale
 from factory.release.releases import finish_interrupted_releases
@@ -35,6 +36,15 @@ INGEST = Duty(
     due=lambda state: list_complete_files(state.plant, state.settle),
     do=ingest_inbox_file,
     recurs=True,
+)
+INGEST_REPLAY = Duty(
+    "ingest_replay",
+    Message(
+        "duties.ingest_replay",
+        "ingest the replay_corpus of data.yaml: documents like those that an imported model knew",
+    ),
+    due=lambda state: filter(None, [find_waiting_replay_corpus(state.plant)]),
+    do=ingest_replay_corpus,
 )
 
 

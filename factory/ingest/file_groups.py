@@ -35,7 +35,7 @@ from factory.ingest.chain import (
     quarantine_shard,
     read_shard_report,
 )
-from factory.ingest.document import Row
+from factory.ingest.document import Row, parse_json
 from factory.ingest.filing import move_ingested_file
 from factory.ingest.policy_and_code_hash import compute_policy_and_code_hash
 from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_without_conversion, read_rows
@@ -66,6 +66,7 @@ class FileGroup:
     name: str
     files: list[tuple[str, Path]]
     folder: Path | None = None  # the folder of a data set on disk
+    domain: str = ""  # of every row, in place of its own; '': the row's own
 
     @classmethod
     def of_file(cls, path: Path) -> FileGroup:
@@ -98,9 +99,9 @@ class FileGroup:
     def compute_sha256(self) -> str:
         """Return the hash of the one file, or of the paths and contents of several files. Raises: InputError."""
         try:
-            if self.single_file:
+            if self.single_file and not self.domain:
                 return hash_file(self.single_file)
-            digest = hashlib.sha256()
+            digest = hashlib.sha256(f"domain {self.domain}\n".encode() if self.domain else b"")
             for name, path in self.files:
                 digest.update(f"{hash_file(path)} {name}\n".encode())
             return digest.hexdigest()
@@ -299,6 +300,21 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
 def read_file_group_rows(group: FileGroup, limits: ShardLimits, left_out: _LeftOut | None = None) -> Iterator[RawRow]:
     """Yield all rows of a file group, in order. ``left_out`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
     left_out = left_out or _LeftOut()
+    rows = _read_rows_as_they_are(group, limits, left_out)
+    yield from (_set_domain(row, group.domain) for row in rows) if group.domain else rows
+
+
+def _set_domain(row: RawRow, domain: str) -> RawRow:
+    """Return the row with this domain. A row that is no JSON object stays as it is, and a later check drops it."""
+    if isinstance(row, bytes):
+        try:
+            row = parse_json(row)
+        except BadRow as bad:
+            return bad
+    return {**row, "domain": domain} if isinstance(row, dict) else row
+
+
+def _read_rows_as_they_are(group: FileGroup, limits: ShardLimits, left_out: _LeftOut) -> Iterator[RawRow]:
     if group.single_file:
         yield from read_rows(group.single_file, limits, left_out)
         return

@@ -364,6 +364,18 @@ def describe_average(averaged: dict[str, Any]) -> Message:
             count=len(parts),
             steps=[part["step"] for part in parts],
         )
+    if averaged["rule"] == "release":
+        old, new = parts
+        holds: str = Message("ledger.guards_hold", "no domain of the dev half is worse than the release's")
+        loses = Message(
+            "ledger.guards_lost", "each weight loses something that the release knew, and this weight the least"
+        )
+        return Message(
+            "ledger.release_average",
+            "average of release {release} × {old:.2f} and step {step} × {new:.2f} ({guards})",
+            release=averaged["release"], old=old["weight"], step=new["step"], new=new["weight"],
+            guards=holds if averaged["guards_hold"] else loses,
+        )  # fmt: skip
     return Message(
         "ledger.weighted_average",
         "average of {count} checkpoints (step × weight: {steps}; the weights come from the loss on the dev half of the held-out documents)",

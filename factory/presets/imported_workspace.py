@@ -12,6 +12,8 @@ from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
+from factory.ingest.replay_corpus import find_replay_corpus
+from factory.ingest.rules.policy import REPLAY_DOMAIN
 from factory.ledger.imported_model import ImportedLicence, read_import_plan
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -34,6 +36,9 @@ from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
+# Filters of the domain 'replay': wide, because its documents may be of any kind, such as code and chats.
+REPLAY_RULES = {"min_alphabetic": 0.2, "max_line": 20_000}
+
 
 @dataclass(frozen=True)
 class ImportOptions:
@@ -43,6 +48,7 @@ class ImportOptions:
     context: int = 0  # positions in a row; 0: as the model allows, within limits
     licence: str = ""  # that a person states; '': as the folder names it
     force: bool = False  # allow a model that is too large for this machine
+    replay: Path | None = None  # a folder of documents that stand for what the model knew
 
 
 def make_imported_workspace(
@@ -70,6 +76,7 @@ def make_imported_workspace(
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
             _refuse_other_workspace(workspace, options, source)
+            _refuse_other_replay(workspace, options)
         else:
             if repository:
                 refuse_code_without_trainer(repository)
@@ -119,11 +126,17 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
             "imported_workspace.context", "--context: {context} is not between 8 and {most}, the positions that the model allows.",
             context=options.context, most=source.spec.context,
         )  # fmt: skip
+    if options.replay is not None and not options.replay.expanduser().is_dir():
+        raise InputError(
+            "imported_workspace.no_replay", "--replay: {folder} is no folder. Nothing was made.", folder=options.replay
+        )
     shipped = find_checkout_root() / "policies"
     name = make_recipe_name(source.name)
     if (shipped / "recipes" / f"{name}.yaml").exists():
         name = f"{name}-imported"
-    made = make_continuing_recipe(name, source.spec, source.dtype, source.name, options.context or None)
+    made = make_continuing_recipe(
+        name, source.spec, source.dtype, source.name, options.context or None, replay=options.replay is not None
+    )
     try:
         recipe = Recipe.parse(read_yaml(made.text, f"{name}.yaml", RecipeError), f"{name}.yaml")
     except RecipeError as error:
@@ -143,7 +156,21 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
     own = root / "policies" / "data.yaml"
     text = (own if own.exists() else shipped / "data.yaml").read_text(encoding="utf-8")
     data = set_yaml_value(text, ("tokenizer", "vocab_size"), source.spec.vocab_size)
+    if options.replay is not None:
+        data = set_yaml_value(data, ("replay_corpus",), str(options.replay.expanduser().resolve()))
+        for key, value in REPLAY_RULES.items():
+            data = set_yaml_value(data, ("domains", REPLAY_DOMAIN, key), value)
     return name, {f"recipes/{name}.yaml": made.text, "data.yaml": data}
+
+
+def _refuse_other_replay(workspace: Workspace, options: ImportOptions) -> None:
+    """Raises: InputError if an existing workspace has another replay corpus, because a person may have changed its recipe since."""
+    if options.replay is not None and find_replay_corpus(workspace) != options.replay.expanduser().resolve():
+        raise InputError(
+            "imported_workspace.other_replay",
+            "--replay: this workspace was made without {folder}. Write 'replay_corpus: {folder}' into {policy}, and the weight {domain} into "
+            "mixture.weights of the recipe.", folder=options.replay, policy=workspace.policy_path("data.yaml"), domain=REPLAY_DOMAIN,
+        )  # fmt: skip
 
 
 def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source: ImportSource) -> None:

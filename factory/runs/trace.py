@@ -28,6 +28,7 @@ from factory.runs.untrusted_files import (
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 from trainer.contract.errors import TrainerError
+from trainer.contract.lora import AdaptRecipe, merge_lora
 
 LOG_BYTES = 1 << 30
 JSON_BYTES = 1 << 26  # the largest state.json of a checkpoint
@@ -241,3 +242,21 @@ def read_step_lines_in_open_folder(folder: int, name: str) -> list[dict[str, Any
             raise UntrustedFileError("runs.line_without_step", "{file} has a line without a step", file=name)
         found.append(record)
     return found
+
+
+def merge_adapted_weights(checkpoint: Checkpoint) -> Tensors:
+    """The weights with LoRA's matrices merged, as the model computes with them. Without LoRA, the checkpoint's own.
+
+    A run that begins or ends LoRA has other tensors than its first checkpoint. Merged, both have the same, so that their distance is measured.
+    Raises: UntrustedFileError if the checkpoint's recipe and its matrices do not fit one another.
+    """
+    try:
+        adapt = (checkpoint.state.get("recipe") or {}).get("adapt")
+        return merge_lora(checkpoint.model, AdaptRecipe.model_validate(adapt)) if adapt else checkpoint.model
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise UntrustedFileError(
+            "runs.cannot_be_merged",
+            "the matrices of LoRA in the checkpoint of step {step} cannot be merged: {error}",
+            step=checkpoint.step,
+            error=str(error)[:300],
+        ) from None

@@ -29,10 +29,12 @@ from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
 from factory.ingest.reading.streams import make_unreadable_file_error
 from factory.ingest.rules.licence_claims import find_relicensed_documents, find_strictest_licence
-from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.policy import REPLAY_DOMAIN, DataPolicy
 from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.imported_model import find_import, find_imported_licence
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
+from factory.ledger.rows import ReleaseRow
 from factory.synthetic.openings import sample_document_openings
 from factory.synthetic.prompts import Prompt, choose_licence, read_prompts
 from factory.synthetic.writers import (
@@ -120,6 +122,7 @@ class GenerationRequest:
     temperature: float = 0.8
     seed: int = 0
     licence: str | None = None
+    replay: bool = False  # a release writes from the beginning of a document on, for the domain 'replay'
 
     def refuse_conflicting_options(self, policy: DataPolicy) -> None:
         """Raises: InputError for options that exclude one another."""
@@ -144,6 +147,12 @@ class GenerationRequest:
                 "give either --domain or --prompts: --domain chooses among this workspace's documents, but each row of --prompts names "
                 "its own domain",
             )
+        if self.replay and (self.endpoint or self.prompts or self.domain):
+            raise InputError(
+                "synthetic.replay_options",
+                "with --replay a release writes without prompts, for the domain {domain}. Leave out --endpoint, --prompts and --domain",
+                domain=REPLAY_DOMAIN,
+            )
         if self.licence and not policy.licences.find_licence(self.licence).train:
             raise InputError(
                 "synthetic.licence",
@@ -157,7 +166,10 @@ class GenerationRequest:
             prompts = hash_file(self.prompts) if self.prompts else ""
         except OSError as error:
             raise make_unreadable_file_error(str(self.prompts), error) from error
-        said = json.dumps(asdict(self) | {"prompts": prompts}, sort_keys=True)
+        arguments = {
+            key: value for key, value in asdict(self).items() if key != "replay" or value
+        }  # as before there was this key
+        said = json.dumps(arguments | {"prompts": prompts}, sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
@@ -226,6 +238,13 @@ def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     if request.prompts:
         prompts = read_prompts(request.prompts, policy.default_domain, request.count)
         count = request.count or len(prompts)
+    elif request.replay:
+        count = request.count or DEFAULT_DOCUMENTS
+        _refuse_long(writer, request)
+        imported = find_import(plant.ledger)
+        is_import = imported is not None and imported.id == ReleaseRow.get(plant.ledger, writer.release).segment
+        licence = find_imported_licence(plant.ledger) if is_import else None  # a later release also learnt other text
+        prompts = [Prompt({"text": ""}, REPLAY_DOMAIN, license=(licence and licence.name) or None)]
     else:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
@@ -241,7 +260,7 @@ def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
 
 
 def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
-    if writer.export and request.opening_tokens + 1 + request.tokens > (
+    if writer.export and (not request.replay) * request.opening_tokens + 1 + request.tokens > (
         context := read_config(Path(writer.export)).context
     ):
         raise InputError(

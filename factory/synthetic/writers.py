@@ -166,6 +166,7 @@ class WriterClient:
             (
                 tokenizer.encode_text_prompt(p["text"]) if "text" in p else tokenizer.encode_chat_prompt(p["messages"])
             ).tolist()
+            or [tokenizer.end_token]  # no text and no BOS: in training, a document follows the end of another
             for p in prompts
         ]
         fits = [number for number, one in enumerate(ids) if one and len(one) + body["max_tokens"] <= context]

@@ -1,4 +1,5 @@
-"""Candidates that are averages of the newest checkpoints of one run, with equal weights or weights from the held-out loss.
+"""Candidates that are averages of checkpoints: of the newest ones of one run, with equal weights or weights from the held-out loss, or of a trained
+model and a release from which it descends (``factory.training.release_average``).
 
 An average is a segment of kind 'average' that trains nothing. Its parent is the segment of the newest checkpoint, and it leaves a
 checkpoint in its folder. Lineage, provenance, tracking, export and the gate therefore treat its candidate like any other.
@@ -10,34 +11,22 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
 from factory.core.path_removal import remove_path
-from factory.evals.policy import EvalPolicy
-from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import select_held_out_documents
-from factory.evals.tasks import (
-    EvalItem,
-    ScoredText,
-    compute_bits_per_byte_by_domain,
-    encode_documents,
-    measure_noise_floor,
-    score_bits_per_byte,
-)
-from factory.evals.token_bytes import TokenBytes
-from factory.gates.release.policy import ReleasePolicy
-from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.rows import WITHOUT_STEPS, CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.ledger.stored_paths import make_paths_absolute
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
-from factory.training.planning import find_last_finished_segment, insert_planned_segment
+from factory.training.held_out_loss import ProgressCallback, load_held_out_loss_meter
+from factory.training.planning import find_last_finished_segment, insert_planned_segment, read_last_checkpoint
+from factory.training.release_average import RELEASE_WEIGHTS, choose_release_weight, measure_release_averages
 from factory.training.segment_folder import (
     claim_segment_folder,
     mark_segment_failed,
@@ -52,7 +41,7 @@ PARENT_COLUMNS = " ".join(
     ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
 )  # columns copied from the parent's row
 MOST_CHECKPOINTS = 5  # checkpoints, by default
-WeightingRule = Literal["uniform", "held-out-loss"]
+WeightingRule = Literal["uniform", "held-out-loss", "release"]
 
 
 @dataclass(frozen=True)
@@ -137,13 +126,83 @@ def choose_checkpoints_to_average(ledger: Ledger, segment: int | None, last: int
     return available[-count:]
 
 
-def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, last: int | None = None) -> int:
-    """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment."""
+def choose_release_and_segment(ledger: Ledger, release: int, segment: int | None) -> list[SourceCheckpoint]:
+    """The last checkpoints of a release and of a segment that was trained later. ``segment``: None for that of the newest trained candidate.
+
+    Raises: InputError if one of them does not exist, or the release is no older relative of the segment, or their models compute other functions.
+    """
+    from trainer.contract.checkpoint.model_function_changes import find_model_function_changes
+
+    released = SegmentRow.get(ledger, ReleaseRow.get(ledger, release).segment)
+    if segment is None:
+        trained = [SegmentRow.get(ledger, row.segment) for row in CandidateRow.select(ledger, "ORDER BY id DESC")]
+        row = next((one for one in trained if one.kind not in WITHOUT_STEPS), None)
+        if row is None:
+            raise InputError(
+                "training.no_trained_candidate",
+                "--with-release: no candidate was trained yet. Run 'factory run' or 'factory anneal' first.",
+            )
+    else:
+        row = SegmentRow.get(ledger, segment)
+    if row.kind in WITHOUT_STEPS or row.state != "done":
+        raise InputError(
+            "training.not_trained",
+            "--segment: segment {segment} ({kind}, {state}) is no finished segment that was trained.",
+            segment=row.id, kind=row.kind, state=row.state,
+        )  # fmt: skip
+    first = [SegmentRow.read_lineage(ledger, one.id)[0].id for one in (released, row)]
+    if first[0] != first[1] or released.id >= row.id:
+        raise InputError(
+            "training.no_relative",
+            "--with-release: release {release} is from segment {released}, and segment {segment} was not trained further from the same first model "
+            "later. Their average would be noise.", release=release, released=released.id, segment=row.id,
+        )  # fmt: skip
+    changes = find_model_function_changes(released.recipe_json["model"], row.recipe_json["model"])
+    if changes:
+        raise InputError(
+            "training.other_function",
+            "--with-release: the models of release {release} and segment {segment} compute other functions: {changes}.",
+            release=release,
+            segment=row.id,
+            changes=[f"model.{key} {old} → {new}" for key, (old, new) in changes.items()],
+        )
+    found = []
+    for one in (released, row):
+        last = read_last_checkpoint(ledger, one.id)
+        if not (Path(last["path"]) / "manifest.json").is_file():
+            raise InputError(
+                "training.checkpoint_gone",
+                "The last checkpoint of segment {segment}, {path}, does not exist. If 'factory clean' removed it, choose another segment. "
+                "Else run 'factory check --repair'.", segment=one.id, path=last["path"],
+            )  # fmt: skip
+        found.append(SourceCheckpoint(last["id"], one.id, last["step"], last["path"]))
+    if found[0].step >= found[1].step:  # the average would continue from the release
+        raise InputError(
+            "training.release_not_older",
+            "--with-release: release {release} has {steps:,} steps, and segment {segment} has only {fewer:,}. Choose a segment with more steps.",
+            release=release, steps=found[0].step, segment=row.id, fewer=found[1].step,
+        )  # fmt: skip
+    return found
+
+
+def plan_average(
+    plant: Plant,
+    rule: WeightingRule,
+    segment: int | None = None,
+    last: int | None = None,
+    release: int | None = None,
+) -> int:
+    """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment. ``release``: of the rule
+    'release', which averages two checkpoints. The others average the ``last`` of a run."""
     from factory.git.repository import get_live_commit
 
-    sources = choose_checkpoints_to_average(plant.ledger, segment, last)
+    if rule == "release":
+        assert release is not None and last is None
+        sources = choose_release_and_segment(plant.ledger, release, segment)
+    else:
+        sources = choose_checkpoints_to_average(plant.ledger, segment, last)
     listed = [asdict(source) | {"path": plant.ledger.to_stored_path(source.path)} for source in sources]
-    plan = {"rule": rule, "sources": listed}
+    plan = {"rule": rule, "sources": listed} | ({"release": release} if release is not None else {})
     for row in SegmentRow.select(
         plant.ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"
     ):
@@ -152,12 +211,29 @@ def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, 
     commit = get_live_commit(plant.workspace.repository)
     parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
-    same = parent.select_fields(PARENT_COLUMNS)
     with plant.ledger.begin() as tx:
         detail = {"average": plan}
         return insert_planned_segment(
-            tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same
+            tx,
+            plant.workspace,
+            KIND,
+            steps,
+            detail,
+            parent=parent.id,
+            code_commit=commit,
+            **_columns_of_average(parent),
         )
+
+
+def _columns_of_average(parent: SegmentRow) -> dict[str, Any]:
+    """The columns that an average has from its parent. LoRA's matrices are merged, so its recipe has no ``adapt``."""
+    from trainer.contract.recipe import Recipe
+
+    same = parent.select_fields(PARENT_COLUMNS)
+    if parent.recipe_json.get("adapt"):
+        merged = Recipe.parse({key: value for key, value in parent.recipe_json.items() if key != "adapt"})
+        same |= {"recipe_json": merged.model_dump(mode="json"), "recipe_sha256": merged.sha256}
+    return same
 
 
 def read_average_plan(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -189,10 +265,11 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         Message("training.averaging", "the weights of {checkpoints} checkpoints are averaged", checkpoints=len(parts)),
         None,
     ) as task:
-        if plan["rule"] == "held-out-loss":
+        if plan["rule"] != "uniform":
+            weigh = _weigh_release if plan["rule"] == "release" else _weigh_by_loss
             try:
                 advance = lambda n: task.advance(n, "held-out loss")
-                measured = _measure(plant, row, code, parts, advance)
+                measured = weigh(plant, row, code, parts, advance)
             except (InputError, ConfigError) as error:
                 mark_segment_failed(plant.ledger, row, str(error))
                 raise
@@ -214,35 +291,56 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         "last_step": row.last_step,
         "checkpoint": str(path),
         "manifest_sha256": hash_manifest(path),
-        "averaged": {"rule": plan["rule"], "sources": parts, **measured},
+        "averaged": {**plan, "sources": parts, **measured},
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
     record_segment_done(plant.ledger, row, folder, result)
     return result
 
 
-def _measure(
+def _weigh_by_loss(
     plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: ProgressCallback
 ) -> dict[str, Any]:
     """Add the keys ``loss`` and ``weight`` to each part; returns the noise and the documents of the measurement."""
     ruler = load_held_out_loss_meter(plant)
-    scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
-        remove_path(scratch)
-        scratch.mkdir()
-        arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
-        made = code.run_python("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
-        remove_links_and_pipes(scratch, plant.progress)
-        _succeeded(plant, row, made)
+        scratch = _export(plant, row, code, part, "export")
         if part is parts[-1]:
             part["loss"], noise = ruler.measure_loss_and_noise(scratch, advance)
         else:
             part["loss"] = ruler.measure_loss(scratch, advance)
-    remove_path(scratch)
+        remove_path(scratch)
     for part, weight in zip(parts, compute_averaging_weights([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
     return {"noise": noise, "documents": ruler.document_counts, "shares": ruler.shares}
+
+
+def _weigh_release(
+    plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: ProgressCallback
+) -> dict[str, Any]:
+    """Add the key ``weight`` to both parts, of the release and of the trained checkpoint; returns the table from which it was chosen."""
+    meter = load_held_out_loss_meter(plant, guards=True)
+    exports = [_export(plant, row, code, part, f"export-{number}") for number, part in enumerate(parts)]
+    measured = measure_release_averages(meter, exports[0], exports[1], advance)
+    for export in exports:
+        remove_path(export)
+    chosen = choose_release_weight([one for one in measured.averages if one.release_weight in RELEASE_WEIGHTS])
+    parts[0]["weight"], parts[1]["weight"] = chosen.release_weight, 1 - chosen.release_weight
+    found = {"noise": measured.noise, "documents": meter.document_counts, "shares": meter.shares}
+    return found | {"table": [asdict(one) for one in measured.averages], "guards_hold": not chosen.lost}
+
+
+def _export(plant: Plant, row: SegmentRow, code: LiveCode, part: dict[str, Any], name: str) -> Path:
+    """Export a checkpoint to a folder ``name`` of the segment's. Raises: SegmentError."""
+    scratch = Path(row.folder) / name
+    remove_path(scratch)
+    scratch.mkdir()
+    arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
+    made = code.run_python("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
+    remove_links_and_pipes(scratch, plant.progress)
+    _succeeded(plant, row, made)
+    return scratch
 
 
 def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
@@ -251,62 +349,3 @@ def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[
         with open(plant.workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
         raise_trainer_failure(plant, row, done.returncode, None)
-
-
-ProgressCallback = Callable[[float], None]
-
-
-@dataclass(frozen=True)
-class HeldOutLossMeter:
-    """Measures the held-out loss of an export as one number: a weighted mean over domains."""
-
-    texts: list[ScoredText]
-    shares: dict[str, float]  # the weight of each domain; they sum to one
-    policy: EvalPolicy
-
-    def measure_loss(self, export: Path, advance: ProgressCallback = lambda _: None) -> float:
-        """Bits per byte of an export. Raises: ExportError; InputError when the loss is not finite."""
-        return self._measure(ReferenceModel.load(export), advance, export)[0]
-
-    def measure_loss_and_noise(self, export: Path, advance: ProgressCallback = lambda _: None) -> tuple[float, float]:
-        """The loss, and how far a second measurement of the same weights may be from it (``measure_noise_floor``)."""
-        model = ReferenceModel.load(export)
-        loss, items = self._measure(model, advance, export)
-        noise = measure_noise_floor(model, self.texts, items, self.policy, advance)
-        return loss, sum(share * noise[domain] for domain, share in self.shares.items())
-
-    def _measure(self, model: ReferenceModel, advance: ProgressCallback, export: Path) -> tuple[float, list[EvalItem]]:
-        items = score_bits_per_byte(model, self.texts, self.policy, advance)
-        bits = compute_bits_per_byte_by_domain(items)
-        loss = sum(share * bits[domain] for domain, share in self.shares.items())
-        if not math.isfinite(loss):
-            raise InputError("training.loss_not_finite", "The held-out loss of {export} is not finite.", export=export)
-        return loss, items
-
-    @property
-    def document_counts(self) -> dict[str, int]:
-        """The number of measured documents of each domain."""
-        return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
-
-
-def load_held_out_loss_meter(plant: Plant) -> HeldOutLossMeter:
-    """Return a ``HeldOutLossMeter`` over the held-out documents (dev half) of the domains in the release policy's target.
-
-    Raises: InputError when no such document is held out; ConfigError.
-    """
-    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
-    weights = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")).target.weights
-    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
-    dev = select_held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
-    weight_of = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
-    texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
-    texts = [text for text in texts if weight_of[text.document.domain] > 0]
-    shares = {domain: weight_of[domain] for domain in sorted({text.document.domain for text in texts})}
-    if not shares:
-        raise InputError(
-            "training.no_held_out_documents",
-            "No held-out document of the dev half has a domain that counts for the target in policies/gates/release.yaml. "
-            "Ingest more documents.",
-        )
-    total = sum(shares.values())
-    return HeldOutLossMeter(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

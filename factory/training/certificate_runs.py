@@ -25,7 +25,7 @@ from factory.runs.arm import Arm, Spec
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import Tensors, measure_tensor_distances, measure_tensor_norms, sum_distances
 from factory.runs.live_code import LiveCode
-from factory.runs.trace import RunTrace, read_checkpoint
+from factory.runs.trace import RunTrace, merge_adapted_weights, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import (
     SERIES,
@@ -159,12 +159,12 @@ def compare_certificate_runs(
     Raises: any error that a fault of the machine causes; such an error is no evidence about the runs.
     """
     try:
-        origin = read_checkpoint(start).model
+        origin = merge_adapted_weights(read_checkpoint(start))
         old_numbers, old_weights = _read(old, origin)
         again_numbers, weights = (old_numbers, old_weights) if old_again == old else _read(old_again, origin)
         # Each checkpoint is read again, so that only two are in memory.
         between = [
-            _weights_apart(*(replace(one).final_checkpoint.model for one in pair))
+            _weights_apart(*(merge_adapted_weights(replace(one).final_checkpoint) for one in pair))
             for pair in combinations(other_seeds, 2)
         ]
         evidence = replace(
@@ -191,10 +191,11 @@ def _weights_apart(a: Tensors, b: Tensors) -> float:
     return sum_distances(measure_tensor_distances(a, b).values()).apart
 
 
-def _read(trace: RunTrace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, Any]]:
+def _read(trace: RunTrace, origin: Tensors) -> tuple[JudgedRunNumbers, Tensors]:
     """Raises: UntrustedFileError when a file or tensor is missing or a tensor has another shape."""
     left = trace.final_checkpoint
-    moved = {name: one.apart for name, one in measure_tensor_distances(origin, left.model).items()}
+    weights = merge_adapted_weights(left)
+    moved = {name: one.apart for name, one in measure_tensor_distances(origin, weights).items()}
     if not all(map(math.isfinite, moved.values())):
         raise UntrustedFileError(
             Message(
@@ -202,6 +203,4 @@ def _read(trace: RunTrace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str,
                 "the weights are not finite, or their names or shapes differ from those of the checkpoint",
             )
         )
-    return JudgedRunNumbers(
-        trace.collect_metric_series(SERIES), moved, measure_tensor_norms(left.optimizer)
-    ), left.model
+    return JudgedRunNumbers(trace.collect_metric_series(SERIES), moved, measure_tensor_norms(left.optimizer)), weights

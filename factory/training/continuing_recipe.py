@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from factory.ingest.rules.policy import REPLAY_DOMAIN
 from kernels.contract.message import Message
 from models.spec import ModelSpec
 
@@ -34,6 +35,7 @@ RATE_COMMENT = Message(
 STEP_TOKENS = 16_384  # of a batch
 MICRO_TOKENS = 4_096  # of a forward and backward pass
 USUAL_CONTEXT = 2_048  # positions in a row, if the model allows more
+REPLAY_SHARE = 0.25  # of the tokens, as for data that are far from the old ones (arXiv 2403.08763 §6)
 SCHEDULE = {"warmup_steps": 20, "trunk_steps": {"first": 200, "later": 100}, "anneal_steps": 50}
 
 
@@ -64,11 +66,11 @@ def compute_continuing_rate(weights: float, step_tokens: int) -> float:
 
 
 def make_continuing_recipe(
-    name: str, spec: ModelSpec, dtype: str, source: str, context: int | None = None
+    name: str, spec: ModelSpec, dtype: str, source: str, context: int | None = None, replay: bool = False
 ) -> ContinuingRecipe:
     """The recipe of an imported model. ``dtype``: of its weights, by torch's name. ``source``: where it is from, for a comment.
 
-    ``context``: positions in a row; None: as many as the model allows, at most ``USUAL_CONTEXT``.
+    ``context``: positions in a row; None: as many as the model allows, at most ``USUAL_CONTEXT``. ``replay``: give the domain 'replay' its share.
     """
     allowed = spec.context
     rows = min(allowed, context or USUAL_CONTEXT)
@@ -80,6 +82,7 @@ def make_continuing_recipe(
         size for size in range(sequences, 0, -1) if sequences % size == 0 and (size * rows <= MICRO_TOKENS or size == 1)
     )
     rate = float(f"{compute_continuing_rate(spec.parameters, sequences * rows):.2g}")
+    weights = {"*": 1.0 - REPLAY_SHARE, REPLAY_DOMAIN: REPLAY_SHARE} if replay else {"*": 1.0}
     sections: list[tuple[str, dict[str, Any]]] = [
         (
             Message("continuing_recipe.heading", "# An imported model, trained further: {source}", source=source),
@@ -90,7 +93,16 @@ def make_continuing_recipe(
             Message("continuing_recipe.model", "# The shape is the imported model's. Another function is refused."),
             {"model": model},
         ),
-        ("", {"mixture": {"weights": {"*": 1.0}, "replay": 0.3, "max_epochs": 4}}),
+        (
+            Message(
+                "continuing_recipe.replay",
+                "# A share of each batch is of the domain {domain}: documents like those that the model knew.",
+                domain=REPLAY_DOMAIN,
+            )
+            if replay
+            else "",
+            {"mixture": {"weights": weights, "replay": 0.3, "max_epochs": 4}},
+        ),
         ("", {"batch": {"sequences": sequences, "micro_sequences": micro}}),
         (RATE_COMMENT, {"optimizer": {"lr": rate, "weight_decay": 0.1}}),
         (

@@ -22,7 +22,7 @@ from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.launching import check_ranks_fit
 from factory.core.workspace import Workspace
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
-from factory.ingest.rules.policy import DataPolicy, LicenceRules
+from factory.ingest.rules.policy import REPLAY_DOMAIN, DataPolicy, LicenceRules
 from factory.ingest.vocabulary_size import check_vocabulary
 from factory.ledger.imported_model import refuse_unfinished_import
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
@@ -79,6 +79,8 @@ def forecast_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str
     if not shards:
         return TrunkForecast(0, 0, wanted, needs(1))
     refuse_changed_model(plant, recipe, last, changes)
+    if _holds_replay_alone(plant, shards):
+        return TrunkForecast(0, new, wanted, needs(1))
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
     left = _data_order(plant.ledger, recipe, plan, last).estimate_positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
@@ -100,6 +102,11 @@ def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = 
             raise InputError(
                 "training.no_shards", "The factory has no ingested shard to train on. Drop a shard into the inbox."
             )
+        if _holds_replay_alone(plant, _every_shard(plant.ledger, last)):
+            raise InputError(
+                "training.only_replay", "The ingested documents are all of the domain {domain}, which the model knew before. Ingest new data first: "
+                "'factory ingest PATH'.", domain=REPLAY_DOMAIN,
+            )  # fmt: skip
         raise InputError(
             "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} to train. "
             "Drop shards into the inbox.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
@@ -199,6 +206,15 @@ def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str
     listed = ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
     empty = _emptied(ledger) - seen.keys()
     return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed if row["id"] not in empty]
+
+
+def _holds_replay_alone(plant: Plant, shards: Sequence[tuple[str, str, int]]) -> bool:
+    """Whether only the ``replay_corpus`` of data.yaml arrived, on which an imported model would learn nothing new."""
+    ids = {shard[0] for shard in shards}
+    held = [row["domains"] for row in plant.ledger.read("SELECT id, domains FROM token_shards") if row["id"] in ids]
+    return {domain for one in held for domain in one} == {REPLAY_DOMAIN} and bool(
+        DataPolicy.load(plant.workspace.policy_path("data.yaml")).replay_corpus
+    )
 
 
 def _emptied(ledger: Ledger) -> set[str]:

@@ -27,7 +27,8 @@ from typing import Any
 from factory.training.certificate import CodeJudgement, PreflightPolicy
 from kernels.contract.message import Message
 from models.shrinking import shrink_spec
-from models.spec import ModelSpec
+from trainer.contract.lora import fit_to_smaller_model
+from trainer.contract.recipe import Recipe
 
 LEAD_STEPS = 10  # steps before the runs separate, so that moments are warm
 PERTURBED_RUNS = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
@@ -274,11 +275,12 @@ def make_small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A recipe with the same switches whose steps take a fraction of a second. ``recipe``: complete, as JSON.
 
     Its model is the real one with few heads, layers and positions (``shrink_spec``). The vocabulary stays, because the data's tokens are its numbers.
-    Clipping always acts. Nothing is compiled, skipped, or split in two for the noise scale, because each of ``WAYS`` changes one thing.
+    The rank of ``adapt`` falls to what its matrices allow. Clipping always acts. Nothing is compiled, skipped, or split in two for the noise scale,
+    because each of ``WAYS`` changes one thing.
     """
-    model = shrink_spec(
-        ModelSpec.model_validate(recipe["model"]), layers=2, context=256, kv_heads=LEAST_KV_HEADS, experts=8
-    ).model_dump()
+    whole = Recipe.parse(recipe)
+    model = shrink_spec(whole.model, layers=2, context=256, kv_heads=LEAST_KV_HEADS, experts=8)
+    adapt, freeze = fit_to_smaller_model(model, whole.adapt, whole.freeze)
     schedule = {
         "warmup_steps": 2,
         "trunk_steps": {"first": LEAD_STEPS + steps, "later": LEAD_STEPS + steps},
@@ -290,7 +292,9 @@ def make_small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
         "compile": False,
         "checkpoint_every": LEAD_STEPS,
         "keep_checkpoints": LEAD_STEPS + steps,
-        "model": model,
+        "model": model.model_dump(),
+        "adapt": adapt and adapt.model_dump(),
+        "freeze": freeze,
         "batch": {"sequences": SEQUENCES, "packing": recipe["batch"]["packing"]},
         "schedule": schedule,
         "stability": stability | {"skip_deviations": 1e9},

@@ -24,7 +24,7 @@ from pydantic import Field
 from kernels.contract.message import Message
 from kernels.contract.strict import StrictSchema, make_known_words_hint
 from models.spec import ModelSpec
-from models.tensors import Shape, list_block_shapes
+from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes, matches_pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,8 @@ def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
     known = list_adaptable_matrices(spec)
     if adapt.targets == []:
         raise ValueError(Message("lora.no_target", "adapt.targets is empty, so nothing would be trained"))
-    for number, target in enumerate(adapt.targets or ()):
+    targets = adapt.targets or []
+    for number, target in enumerate(targets):
         if target not in known:
             raise ValueError(
                 Message(
@@ -69,11 +70,11 @@ def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
                     near=make_known_words_hint(target, known),
                 )
             )
-        if target in adapt.targets[:number]:
+        if target in targets[:number]:
             raise ValueError(Message("lora.target_twice", "adapt.targets names {target} twice", target=target))
     for number in range(spec.layers):
         for key, (rows, columns) in _choose_matrices(list_block_shapes(spec, number), adapt).items():
-            if adapt.rank * (rows + columns) >= rows * columns:
+            if adapt.rank > find_largest_rank(rows, columns):
                 raise ValueError(
                     Message(
                         "lora.rank_too_large",
@@ -85,6 +86,34 @@ def refuse_impossible_targets(spec: ModelSpec, adapt: AdaptRecipe) -> None:
                         columns=columns,
                     )
                 )
+
+
+def find_largest_rank(rows: int, columns: int) -> int:
+    """The largest rank at which the two small matrices have fewer parameters than the matrix.
+
+    >>> find_largest_rank(32, 32), find_largest_rank(16, 48), find_largest_rank(2, 2)
+    (15, 11, 0)
+    """
+    return (rows * columns - 1) // (rows + columns)
+
+
+def fit_to_smaller_model(
+    spec: ModelSpec, adapt: AdaptRecipe | None, freeze: list[str]
+) -> tuple[AdaptRecipe | None, list[str]]:
+    """``adapt`` and ``freeze`` for a small model in place of the recipe's: as far as its matrices and layers allow, so that the same code runs.
+
+    The rank falls, with the same scale. Patterns of ``freeze`` that name no tensor of the small model are left out; all, if they name every tensor.
+    """
+    if adapt is not None:
+        shapes = [
+            shape for n in range(spec.layers) for shape in _choose_matrices(list_block_shapes(spec, n), adapt).values()
+        ]
+        rank = min([adapt.rank, *(find_largest_rank(*shape) for shape in shapes)])
+        return (adapt.model_copy(update={"rank": rank, "alpha": adapt.scale * rank}) if rank else None), []
+    names = [name for name in list_tensor_shapes(spec) if name.rpartition(".")[2] not in BUFFERS]
+    kept = [pattern for pattern in freeze if any(matches_pattern(name, pattern) for name in names)]
+    left = any(not any(matches_pattern(name, pattern) for pattern in kept) for name in names)
+    return None, kept if left else []
 
 
 def list_lora_shapes(block: Mapping[str, Shape], adapt: AdaptRecipe | None) -> dict[str, Shape]:

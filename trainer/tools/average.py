@@ -1,9 +1,11 @@
 """``python -m trainer.tools.average OUT CHECKPOINT… [--weights W,W,…]``: the weighted mean of checkpoints, as a checkpoint in OUT.
 
 Without ``--weights`` all weights are equal. The mean of the last few checkpoints at a constant rate can replace a decay of the rate (LAWA,
-Kaddour 2022, arXiv 2209.14981; compared with warm-up–stable–decay: Hägele et al. 2024, arXiv 2405.18392 §4). Each checkpoint is verified
-when it is read. All must have one recipe and one shape. Sums are in fp64. The optimiser, the position in the data and all counters are the
-newest checkpoint's. ``averaged_from`` in state.json names the checkpoints and their weights.
+Kaddour 2022, arXiv 2209.14981; compared with warm-up–stable–decay: Hägele et al. 2024, arXiv 2405.18392 §4). The mean of a model and of the same
+model trained further can keep more of what it knew (WiSE-FT, arXiv 2109.01903 §3). Each checkpoint is verified when it is read. Their recipes must
+describe one function of the same weights; other keys may differ. LoRA's matrices are merged into the weights first, because the mean of products is
+not the product of means. Sums are in fp64. The recipe, the optimiser, the position in the data and all counters are the newest checkpoint's, without
+LoRA. ``averaged_from`` in state.json names the checkpoints and their weights.
 
 Memory: 8 bytes a parameter for the sums, one checkpoint at a time, and the newest one's optimiser. Prints the new folder.
 """
@@ -22,7 +24,9 @@ from torch import Tensor
 from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.checkpoint.model_function_changes import find_model_function_changes
 from trainer.contract.errors import CheckpointError, TrainerError, run_and_get_exit_code
+from trainer.contract.lora import AdaptRecipe, is_lora_tensor, merge_lora
 
 
 class AverageError(TrainerError):
@@ -54,7 +58,7 @@ def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None
     newest: Checkpoint | None = None
     used = []
     for path, weight in zip(sources, weights, strict=True):
-        loaded = checkpoints.load_checkpoint(path)
+        loaded = load_without_lora(path)
         if not first:
             first = loaded.state["recipe"]
             sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in loaded.model.items()}
@@ -74,6 +78,17 @@ def average_checkpoints(sources: Sequence[Path], weights: Sequence[float] | None
                 tensor=name,
             )
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
+
+
+def load_without_lora(path: Path) -> Checkpoint:
+    """A verified checkpoint with LoRA's matrices merged into the weights: its recipe has no ``adapt``, and its optimiser no state of the matrices."""
+    loaded = checkpoints.load_checkpoint(path)
+    recipe = dict(loaded.state["recipe"])
+    if not (adapt := recipe.pop("adapt", None)):
+        return loaded
+    model = merge_lora(loaded.model, AdaptRecipe.model_validate(adapt))
+    optimizer = {name: tensor for name, tensor in loaded.optimizer.items() if not is_lora_tensor(name)}
+    return Checkpoint(model, optimizer, loaded.state | {"recipe": recipe})
 
 
 def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
@@ -97,14 +112,17 @@ def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
 def refuse_different_model(
     path: Path, other: Path, loaded: Checkpoint, recipe: dict[str, Any], sums: dict[str, Tensor]
 ) -> None:
-    """Raises: CheckpointError if ``loaded`` has another recipe or other tensors."""
-    key = find_first_different_key(recipe, loaded.state["recipe"])
-    if key:
+    """Raises: CheckpointError if the weights of ``loaded`` are those of another function, or it has other tensors. ``recipe``: of ``other``."""
+    changes = find_model_function_changes(recipe["model"], loaded.state["recipe"]["model"])
+    if changes:
+        key = next(iter(changes))
         raise CheckpointError(
             "trainer.other_recipe",
-            "{checkpoint}: recipe.{key} differs from that of {other}. Only checkpoints of one recipe can be averaged.",
+            "{checkpoint}: recipe.model.{key} is {found}, but {expected} in {other}. Only checkpoints of one function can be averaged.",
             checkpoint=str(path),
             key=key,
+            found=changes[key][1],
+            expected=changes[key][0],
             other=str(other),
         )
     wanted = {name: list(tensor.shape) for name, tensor in sums.items()}
@@ -120,20 +138,6 @@ def refuse_different_model(
                 other=str(other),
                 expected=str(wanted.get(name, "missing")),
             )
-
-
-def find_first_different_key(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The first key in which two recipes differ, with dots between its parts; '' if they are equal.
-
-    >>> find_first_different_key({"model": {"layers": 2}}, {"model": {"layers": 3}})
-    'model.layers'
-    """
-    for key in sorted(a.keys() | b.keys()):
-        x, y = a.get(key), b.get(key)
-        if x != y:
-            inner = find_first_different_key(x, y) if isinstance(x, dict) and isinstance(y, dict) else ""
-            return f"{key}.{inner}" if inner else key
-    return ""
 
 
 def main(arguments: list[str]) -> int:

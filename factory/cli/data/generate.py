@@ -45,8 +45,13 @@ def generate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to write for one document.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the most likely token.")
-    ] = 0.8,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="Sampling temperature; 0: always the most likely token (default: 0.8, with --replay 1).",
+        ),
+    ] = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -60,6 +65,13 @@ def generate(
             help="Licence of the written documents, if you have the rights. A stricter licence of an opening or prompt is kept.",
         ),
     ] = None,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="Let a release write without prompts what it knows, for the domain 'replay' of a later mixture.",
+        ),
+    ] = False,
     inbox: Annotated[
         bool, typer.Option("--inbox", help="Put the shard into the inbox; the factory ingests it from there.")
     ] = False,
@@ -77,9 +89,11 @@ def generate(
     from factory.synthetic.generating import GenerationRequest, plan_generation
     from factory.synthetic.generating import generate_shard as write
 
+    usual = 1.0 if replay else 0.8
     request = GenerationRequest(
-        release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
-    )
+        release, endpoint, model, prompts, domain, opening_tokens, count, tokens, usual if temperature is None else temperature, seed,
+        licence or None, replay,
+    )  # fmt: skip
     if dry_run:
         what = plan_generation(plant, request)
         said = what.summarise() | {"goes_on": what.is_resumed}

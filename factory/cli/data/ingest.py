@@ -66,7 +66,8 @@ def ingest(
     from factory.core.workspace import MODEL_LOOP
     from factory.ingest.filing import list_quarantined_files, request_retry
     from factory.ingest.inbox import read_ingest_times
-    from factory.ingest.input_files import gather_files
+    from factory.ingest.input_files import GatheredFiles, gather_files
+    from factory.ingest.replay_corpus import find_waiting_replay_corpus, ingest_replay_corpus
     from factory.ledger.file_events import SMALL_VOCABULARY
     from factory.ledger.ledger import record_event
     from factory.releasable.recorded_report import update_report_if_stale
@@ -82,7 +83,8 @@ def ingest(
     if small_vocabulary:
         with plant.ledger.begin() as tx:
             record_event(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
-    if not paths and not again:
+    waiting = find_waiting_replay_corpus(plant)
+    if not paths and not again and not waiting:
         if small_vocabulary:
             said = Message(
                 "ingest.trains_tokenizer",
@@ -116,8 +118,10 @@ def ingest(
             said = again_later if files else Message("ingest.no_quarantined", "No file is in quarantine.")
             say({"files": [path.name for path in files], "says": said}, f"  {said}")
             return
-        found = _gathered(plant, paths)
+        found = _gathered(plant, paths) if paths or again else GatheredFiles()
         done = _Done(plant.progress, found.broken, read_ingest_times(plant.ledger))
+        if waiting:
+            ingest_replay_corpus(plant, waiting, done.ingested)
         _ingest_all(plant, found, done, again)
         update_report_if_stale(plant)
     say([vars(report) for report in done.reports])

@@ -13,6 +13,7 @@ from factory.ingest.rules.held_out_split import GroupKind
 from factory.ingest.rules.licence_names import LicenceEvaluator, normalise_licence_name
 from factory.ingest.shapes.field_mapping import FieldMapping, find_field_mapping
 
+REPLAY_DOMAIN = "replay"  # of the documents that stand for what a model knew
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -173,6 +174,9 @@ class DataPolicy(StrictPolicy):
     licences: LicenceRules = LicenceRules()
     tokenizer: TokenizerRules = TokenizerRules()
     limits: ShardLimits = ShardLimits()
+    replay_corpus: str = ""
+    """A folder of documents that stand for what an imported model knew. They are ingested once, with the domain 'replay' in place of their own. The
+    recipe's mixture repeats this domain, and its held-out part guards it. A relative path begins in the workspace."""
     fields: list[FieldMapping] = []
     """What your own columns mean, by the files' names; the first mapping that matches is used. Known shapes need none."""
 

@@ -68,6 +68,14 @@ def taken_out(plant: Plant) -> None:
     apply_removal(plant.ledger, chosen, "ann", "law", erase=True)
 
 
+def remembers(plant: Plant) -> None:
+    old, policy = plant.workspace.root / "old", plant.workspace.policy_path("data.yaml")
+    old.mkdir()
+    rows = [{"text": " ".join(f"old{number}x{word}" for word in range(40))} for number in range(40)]
+    (old / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy.write_text(f"{policy.read_text()}\nreplay_corpus: {old}\n")
+
+
 def annealed(plant: Plant) -> None:
     run_segment(plant, plan_anneal(plant))
 
@@ -89,6 +97,7 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "finish_removals": (taken_out, 4),
     "update_inbox": (changed, 3),
     "ingest": (arrives, 4),
+    "ingest_replay": (remembers, 3),
     "plan_anneal": (lambda plant: None, 3),
     "plan_trunk": (ingested, 3),
     "train": (lambda plant: plan_trunk(plant, 2), 3),

@@ -33,10 +33,11 @@ def test_factory_duties_lists_due_held_resting_and_done_duties(workspace: Worksp
     shown = command_here("duties", home=workspace).stdout.splitlines()
     places = [next(n for n, line in enumerate(shown) if f"  {duty.name}  " in line) for duty in DUTIES]
     assert list(dict.fromkeys(places)) == sorted(set(places)), "in the order of the table"
+    at_train, at_export = (places[[duty.name for duty in DUTIES].index(name)] for name in ("train", "export"))
     below = {duty.name: shown[at + 1].strip() for duty, at in zip(DUTIES, places)}
-    assert below["train"] == f"due: train {number}" and "waits: ada paused training" in shown[places[14] + 2]
+    assert below["train"] == f"due: train {number}" and "waits: ada paused training" in shown[at_train + 2]
     assert below["export"] == f"due: export {first}, export {second}"
-    assert f"export {first} failed 1 time " in shown[places[15] + 2]
+    assert f"export {first} failed 1 time " in shown[at_export + 2]
     assert below["diagnose"].startswith("due: unknown: ") and "did you mean 'steps'?" in below["diagnose"]
     assert below["judge"].startswith("last done: judge 3, ")
 

@@ -34,6 +34,7 @@ from tests.support.factory.command import factory
 from tests.support.messages import codes, refused, the
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
+from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
 STEPS = 4
@@ -169,6 +170,25 @@ def test_a_large_recipe_is_made_narrow_and_two_tensor_ranks_can_still_share_it()
         ranks = small.model_copy(update={"parallel": small.parallel.model_copy(update={"tensor": 2})})
         assert ranks.parallel.data_ranks(2, small.model) == 1
         assert any(small.model.is_expert_layer(layer) for layer in range(small.model.layers)) == ("experts" in more)
+
+
+def test_a_small_recipe_trains_lora_of_a_smaller_rank_with_the_same_scale_and_freezes_what_it_has() -> None:
+    tiny = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
+    model = tiny["model"] | {"d_model": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "head_dim": 128, "d_ff": 8192}
+    adapt = {"kind": "dora", "rank": 500, "alpha": 1000.0, "targets": ["k", "down"]}
+    recipe = Recipe.parse(tiny | {"model": model, "adapt": adapt})
+    small = Recipe.parse(make_small_recipe(recipe.model_dump(), 20))
+    assert small.adapt is not None and recipe.adapt is not None
+    k = (small.model.kv_heads * small.model.head_dim, small.model.d_model)
+    assert (small.adapt.kind, small.adapt.targets, small.adapt.scale) == ("dora", ["k", "down"], 2.0)
+    assert small.adapt.rank < 500 and small.adapt.rank * sum(k) < k[0] * k[1] <= (small.adapt.rank + 1) * sum(k)
+    with pytest.raises(RecipeError):
+        Recipe.parse(small.model_dump() | {"adapt": small.adapt.model_dump() | {"rank": small.adapt.rank + 1}})
+
+    frozen = Recipe.parse(tiny | {"model": model, "freeze": ["embedding", "blocks.1", "blocks.20-23"]})
+    assert Recipe.parse(make_small_recipe(frozen.model_dump(), 20)).freeze == ["embedding", "blocks.1"]
+    most = Recipe.parse(tiny | {"model": model, "freeze": ["embedding", "final_norm", "blocks.0-22"]})
+    assert Recipe.parse(make_small_recipe(most.model_dump(), 20)).freeze == [], "something must be trained"
 
 
 # -- real commits ------------------------------------------------------------------------------------------------------

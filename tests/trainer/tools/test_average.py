@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.checkpoint.format import Checkpoint, write_imported_checkpoint
 from trainer.tools.average import main
 
 
@@ -88,8 +88,8 @@ def test_averages_are_summed_in_double_precision(tmp_path: Path) -> None:
     [
         ({"model": {"b": torch.zeros(5)}}, "error[trainer.other_tensor]: | b is [5]"),
         ({"model": {"c": torch.zeros(1)}}, "error[trainer.other_tensor]: | c is [1]"),
-        ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4}, "optimizer": {"lr": 0.2}}},
-         "error[trainer.other_recipe]: | recipe.optimizer.lr"),
+        ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4, "rope_theta": 5e5}}},
+         "error[trainer.other_recipe]: | recipe.model.rope_theta is 500000.0, but 10000.0"),
         ({"recipe": {"name": "x", "model": {"layers": 2}, "optimizer": {"lr": 0.1}}}, "error[trainer.other_recipe]: | recipe.model.d_model"),
         ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: Tensor a"),
     ],
@@ -105,6 +105,38 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(
     error = capsys.readouterr().err
     assert all(part in error for part in said.split(" | ")) and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_imported_checkpoint_and_one_of_another_recipe_are_averaged_with_lora_merged(
+    trained: list[Path], tmp_path: Path, make_shard: MakeShard
+) -> None:
+    """The imported one has weights only. LoRA's product is merged first: the mean of products is not the product of means."""
+    whole = checkpoints.load_checkpoint(trained[0])
+    imported = write_imported_checkpoint(
+        tmp_path / "import",
+        {name: tuple(tensor.shape) for name, tensor in whole.model.items()},
+        whole.model.items(),
+        {"recipe": whole.state["recipe"]},
+    )
+    recipe = recipe_with(adapt={"rank": 2, "alpha": 64.0}, optimizer={"lr": 0.05}, checkpoint_every=5)
+    folder = write_spec(
+        tmp_path / "on", plan_of(make_shard()), recipe, first_step=5, last_step=10, initial_checkpoint=str(trained[0])
+    )
+    assert train_here(folder) == (0, "")
+    adapted = Path(json.loads((folder / "result.json").read_text())["checkpoint"])
+    assert main([str(tmp_path / "out"), str(imported), str(adapted), "--weights", "0.25,0.75"]) == 0
+    mean, held = checkpoints.load_checkpoint(tmp_path / "out" / adapted.name), checkpoints.load_checkpoint(adapted)
+    assert mean.model.keys() == whole.model.keys() and "adapt" not in mean.state["recipe"]
+    assert mean.state["recipe"]["optimizer"]["lr"] == 0.05, "all else is the newest checkpoint's"
+    assert mean.optimizer and not [name for name in mean.optimizer if "lora" in name]
+    for name, tensor in mean.model.items():
+        old, change = whole.model[name].double(), 0.0
+        if f"{name}_lora_a" in held.model:
+            change = 32.0 * held.model[f"{name}_lora_b"].double() @ held.model[f"{name}_lora_a"].double()
+        expected = 0.25 * old + 0.75 * (held.model[name].double() + change).float().double()
+        torch.testing.assert_close(tensor, expected.float(), rtol=3e-7, atol=1e-8)
+    changed = (mean.model["blocks.0.q"] - whole.model["blocks.0.q"]).abs().max().item()
+    assert changed > 1e-3, "five steps of LoRA moved the weights"
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,12 +25,12 @@ OF_TRAINING = ("context", "max_positions", "family", "experts.bias_rate", "exper
 Changes = dict[str, tuple[Any, Any]]
 
 
-def find_model_function_changes(before: Mapping[str, Any], after: ModelSpec) -> Changes:
+def find_model_function_changes(before: Mapping[str, Any], after: ModelSpec | Mapping[str, Any]) -> Changes:
     """``{key below model: (before, after)}`` of the keys that change the function, by name.
 
-    ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older checkpoint lacks has the schema's default.
+    A mapping is ``recipe.model`` of a checkpoint or of the ledger. A key that an older checkpoint lacks has the schema's default.
     """
-    old, new = _flat(before), _flat(after.model_dump())
+    old, new = _flat(before), _flat(after.model_dump() if isinstance(after, ModelSpec) else after)
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
