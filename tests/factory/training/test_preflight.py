@@ -250,7 +250,7 @@ REPEATED = (
 )
 FORGOTTEN = (
     "trainer/run.py",
-    "self.optimizer.load_state_tensors(optimizer)",
+    "self.optimizer.load_state_tensors(optimizer, untrained)",
     "self.optimizer.load_state_tensors({key: 0 * tensor for key, tensor in optimizer.items()})",
 )
 SEEDS = (
