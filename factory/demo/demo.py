@@ -74,7 +74,7 @@ def run_demo(
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.print_heading(Message("demo.step_ingest", "2  Ingest the first shards"))
-        _arrive(plant, first)
+        send_new_files_to_inbox(plant, first)
         ingesting = time.monotonic()
         for path in list_complete_files(plant, settle_seconds=0.0):
             ingest_and_move(plant, path)
@@ -91,7 +91,7 @@ def run_demo(
                 "5  Ingest new shards (one is bad), continue the trunk, and judge candidate 2 against the champion",
             )
         )
-        _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
+        send_new_files_to_inbox(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
         run_duty_pass(plant, settle=0.0)
         terminal.print_heading(
             Message(
@@ -121,11 +121,11 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     raw = _read_recipe((find_checkout_root() / RECIPE).read_text("utf-8"))
     found = measure_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
+    plain = use_plain_kernels((find_checkout_root() / KERNELS).read_text("utf-8"))
     shape = demo_size.guess_first_shape(minutes, _predicted(raw, found))
     for attempt in range(3):
-        measured = _step_rate(
-            workspace, terminal, shape.apply_to_recipe(raw) | {"precision": found["precision"]}, str(shape)
-        )
+        sized = shape.apply_to_recipe(raw) | {"precision": found["precision"]}
+        measured = measure_step_rate(workspace, terminal, sized, str(shape), plain, MEASURING_COMMIT)
         terminal.line(
             Message(
                 "demo.measured",
@@ -209,8 +209,10 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
     return predicted
 
 
-def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """Measure the rate of the recipe's steps in a separate process. Training uses the compiled code again.
+def measure_step_rate(
+    workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str, kernels_text: str, commit: str
+) -> dict[str, float]:
+    """Measure the rate of the recipe's steps in a separate process. ``kernels_text``: of kernels.yaml. ``commit``: names the folder of compiled code.
 
     The result also has ``start_s``: the time to start such a program, counted as twice its imports. Raises: FactoryError with the last line of the
     program's output.
@@ -219,9 +221,9 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     folder.mkdir(exist_ok=True)
     given, kernels = folder / "demo-recipe.yaml", folder / "demo-kernels.yaml"
     given.write_text(yaml.safe_dump(recipe))
-    kernels.write_text(use_plain_kernels((find_checkout_root() / KERNELS).read_text("utf-8")))
+    kernels.write_text(kernels_text)
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
+    cache = str(devices.get_compiled_code_folder(workspace.root, commit) / "inductor")
     began = time.monotonic()
     with terminal.task(
         Message(
@@ -319,7 +321,7 @@ def _bad_shard(plant: Plant) -> Path:
     return path
 
 
-def _arrive(plant: Plant, files: list[Path]) -> None:
+def send_new_files_to_inbox(plant: Plant, files: list[Path]) -> None:
     """Copy shards that are not yet ingested into the inbox."""
     from trainer.contract.data.token_shard import hash_file
 
