@@ -2,6 +2,8 @@
 
 It has the paragraphs of prose of each package's description (Core metadata, packaging.python.org), without code, tables, links and headings. Only
 packages whose metadata name a licence of ``LICENCES`` are read.
+
+A separate file, because it reads packages, not the standard library, and has rules of its own about what is prose.
 """
 
 from __future__ import annotations
@@ -37,18 +39,19 @@ def read_descriptions() -> Iterator[tuple[str, str, str]]:
     """Yield (name, licence, description) of each installed package that names a licence of ``LICENCES``, sorted by name."""
     found = {}
     for package in importlib.metadata.distributions():
-        facts = package.metadata
-        named = (facts.get("License-Expression") or facts.get("License") or "").strip().lower()
-        text = facts.get("Description") or facts.get_payload()
-        if (name := facts.get("Name")) and named in LICENCES and isinstance(text, str):
-            found[name.lower()] = (LICENCES[named], text)
+        facts = package.metadata.json
+        named = str(facts.get("license_expression") or facts.get("license") or "").strip().lower()
+        if named in LICENCES and "name" in facts:
+            found[str(facts["name"]).lower()] = (LICENCES[named], str(facts.get("description", "")))
     return ((name, *found[name]) for name in sorted(found))
 
 
 def keep_prose(text: str) -> Iterator[str]:
     """Yield the paragraphs of prose in a description, without line breaks and marks of Markdown.
 
-    >>> list(keep_prose("# Title\\n\\nThis library reads files of `rows`, and it writes them again in\\nthe same order, see [docs](a.html).\\n\\n    x = 1"))
+    >>> title, code = "# Title", "    x = 1"
+    >>> prose = "This library reads files of `rows`, and it writes them again in\\nthe same order, see [docs](a.html)."
+    >>> list(keep_prose("\\n\\n".join([title, prose, code])))
     ['This library reads files of rows, and it writes them again in the same order, see docs.']
     """
     for paragraph in re.split(r"\n\s*\n", text.replace("\r\n", "\n")):

@@ -50,23 +50,10 @@ def run_demo(
     began = time.monotonic()
     demo_size.check_minutes(minutes)
     root = folder.expanduser().resolve()
-    if root.exists() and any(root.iterdir()):
-        if not (root / MARK).exists():
-            raise WorkspaceError(
-                "demo.other_files",
-                "{folder} has files that no demo made. Choose another folder with --workspace.",
-                folder=root,
-            )
-        if fresh:
-            if (root / "factory.yaml").exists():
-                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
-                    pass
-            shutil.rmtree(root)
+    prepare_demo_folder(root, fresh)
     terminal.print_heading(
         Message("demo.step_corpus", "1  Make a workspace, and a corpus from the standard library of this Python")
     )
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARK).touch()
     workspace = Workspace.create(root, WorkspaceConfig(repository=CODE))
     _write_data_policy(workspace)
     plant = Plant(workspace, make_or_open_ledger(workspace), terminal)
@@ -111,6 +98,24 @@ def run_demo(
         terminal.line(line)
     if failure:
         raise failure
+
+
+def prepare_demo_folder(root: Path, fresh: bool) -> None:
+    """Make and mark a demo's folder; ``fresh`` removes an earlier demo first. Raises: WorkspaceError for files that no demo made."""
+    if root.exists() and any(root.iterdir()):
+        if not (root / MARK).exists():
+            raise WorkspaceError(
+                "demo.other_files",
+                "{folder} has files that no demo made. Choose another folder with --workspace.",
+                folder=root,
+            )
+        if fresh:
+            if (root / "factory.yaml").exists():
+                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
+                    pass
+            shutil.rmtree(root)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARK).touch()
 
 
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
@@ -262,7 +267,6 @@ def _write_data_policy(workspace: Workspace) -> None:
 
 def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
     """Write copies of the policies with the shipped thresholds, but with as many measurements as the time allows."""
-    own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
         "agents.yaml": {
@@ -272,16 +276,21 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
-        raw = yaml.safe_load((find_checkout_root() / "policies" / name).read_text("utf-8"))
-        for key, value in values.items():
-            raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
-        path = own / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        comment = Message(
-            "demo.policy_comment",
-            "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
-        )
-        path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
+        write_smaller_policy(workspace, name, values)
+
+
+def write_smaller_policy(workspace: Workspace, name: str, values: dict[str, Any]) -> None:
+    """Write the workspace's own copy of a shipped policy with fewer measurements. ``values``: keys that replace or extend the shipped ones."""
+    raw = yaml.safe_load((find_checkout_root() / "policies" / name).read_text("utf-8"))
+    for key, value in values.items():
+        raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
+    path = workspace.root / "policies" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    comment = Message(
+        "demo.policy_comment",
+        "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
+    )
+    path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 
 
 def use_plain_kernels(policy: str) -> str:

@@ -27,11 +27,11 @@ from factory.backups.backups import make_or_open_ledger
 from factory.computing.compute_settings import choose_compute_settings, format_kernels_file
 from factory.computing.tuned_kernels import open_live_kernels_file
 from factory.core.console import Terminal
-from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core.errors import FactoryError, InputError
 from factory.core.launching import run_in_background_process, run_python
 from factory.core.served_note import find_served_champion
 from factory.core.workspace import MODEL_LOOP, Workspace, find_checkout_root
-from factory.demo.demo import MARK, measure_step_rate, send_new_files_to_inbox
+from factory.demo.demo import measure_step_rate, prepare_demo_folder, send_new_files_to_inbox, write_smaller_policy
 from factory.demo.import_demo_size import ContinuingSize, check_continuing_minutes, plan_continuing
 from factory.demo.public_model import find_public_model
 from factory.duties.runner import run_duty_pass
@@ -47,7 +47,7 @@ from kernels.contract.message import Message
 
 CONTEXT, ROWS = 512, 4  # positions of a row, rows of a step
 ENGLISH_SHARE = 0.25  # of the tokens of a batch
-QUESTION = "In Python, what does the function json.dumps do?"
+QUESTION = Message("import_demo.asks", "In Python, what does the function json.dumps do?")
 ANSWER_TOKENS = 80
 SERVE_SECONDS = 300.0  # for the engine to start, and for an answer
 COMPARED_TOKENS = 128  # whose logits are compared after the export
@@ -79,7 +79,7 @@ def run_import_demo(folder: Path, terminal: Terminal, model: str, *, minutes: fl
     clock = _Clock(time.monotonic(), [])
     check_continuing_minutes(minutes)
     root = folder.expanduser().resolve()
-    _prepare_folder(root, fresh)
+    prepare_demo_folder(root, fresh)
     terminal.print_heading(Message("import_demo.step_import", "1  Import the model: it becomes release 0"))
     place, licence = find_public_model(model, root / "cache", terminal)
     facts = make_imported_workspace(root, ImportOptions(place, licence=licence), None, terminal)
@@ -120,7 +120,7 @@ def run_import_demo(folder: Path, terminal: Terminal, model: str, *, minutes: fl
             Message("import_demo.step_train", "5  Train further, anneal, measure both models, and judge the candidate")
         )
         run_duty_pass(plant, settle=0.0)
-        clock.end("train, measure and judge")
+        clock.end("train and judge")
     found = read_release_details(plant, "c2")
     terminal.print_heading(Message("import_demo.step_serve", "6  Serve the champion, and ask it"))
     for line in _ask(workspace, QUESTION):
@@ -132,23 +132,6 @@ def run_import_demo(folder: Path, terminal: Terminal, model: str, *, minutes: fl
     terminal.print_heading(Message("import_demo.step_summary", "8  What happened"))
     for line in _summarise(plant, found, clock):
         terminal.line(line)
-
-
-def _prepare_folder(root: Path, fresh: bool) -> None:
-    if root.exists() and any(root.iterdir()):
-        if not (root / MARK).exists():
-            raise WorkspaceError(
-                "demo.other_files",
-                "{folder} has files that no demo made. Choose another folder with --workspace.",
-                folder=root,
-            )
-        if fresh:
-            if (root / "factory.yaml").exists():
-                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
-                    pass
-            shutil.rmtree(root)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARK).touch()
 
 
 def _write_corpus(workspace: Workspace, terminal: Terminal) -> dict[str, Path]:
@@ -211,7 +194,7 @@ def _choose_steps(plant: Plant, terminal: Terminal, minutes: float, clock: _Cloc
     kept = workspace.root / SIZED
     if kept.exists():
         return
-    _write_policy(workspace, "evals.yaml", EVALS)
+    write_smaller_policy(workspace, "evals.yaml", EVALS)
     raw = _write_recipe(plant, None)
     tune_kernels_if_untuned(workspace, terminal)  # at the sizes of this recipe
     recipe = Recipe.parse(raw)
@@ -244,7 +227,8 @@ def _choose_steps(plant: Plant, terminal: Terminal, minutes: float, clock: _Cloc
     terminal.line(
         Message(
             "import_demo.chosen",
-            "  For {minutes:g} minutes: {trunk} steps of continuing, {anneal} of annealing, with the rate {rate:.1e}. Expected: {expected:.1f} minutes.",
+            "  For {minutes:g} minutes: {trunk} steps of continuing and {anneal} of annealing, with the rate {rate:.1e}. "
+            "Expected: {expected:.1f} minutes.",
             minutes=minutes,
             trunk=size.trunk,
             anneal=size.anneal,
@@ -282,14 +266,6 @@ def make_demo_recipe(plant: Plant, size: ContinuingSize | None) -> dict[str, Any
         steps = {"first": size.trunk, "later": size.trunk}
         raw["schedule"] |= {"trunk_steps": steps, "anneal_steps": size.anneal, "warmup_steps": size.warmup}
     return raw
-
-
-def _write_policy(workspace: Workspace, name: str, values: dict[str, Any]) -> None:
-    raw = (yaml.safe_load(workspace.policy_path(name).read_text("utf-8")) or {}) | values
-    comment = Message(
-        "demo.policy_comment", "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n"
-    )
-    write_atomically(workspace.root / "policies" / name, comment + yaml.safe_dump(raw, sort_keys=False))
 
 
 def _ask(workspace: Workspace, question: str) -> list[str]:

@@ -34,7 +34,7 @@ def plan_continuing(minutes: float, spent: float, start: float, step: float, ste
     ``spent``, ``start``, ``step``: seconds since the demo began, of a program's start, and of a step of ``step_tokens`` tokens.
 
     >>> plan_continuing(15, spent=150, start=5, step=2.0, step_tokens=2048)
-    ContinuingSize(trunk=240, anneal=80, warmup=20, seconds=898.1...)
+    ContinuingSize(trunk=240, anneal=80, warmup=20, seconds=899.0625)
     """
     fixed = STARTS * start + MEASURED_TOKENS * step / step_tokens
     steps = min(MOST_STEPS, math.floor((60 * minutes - spent - fixed) / step))
@@ -47,7 +47,7 @@ def check_continuing_minutes(minutes: float) -> float:
     """Return ``minutes``. Raises: InputError for minutes out of range."""
     if not (math.isfinite(minutes) and LEAST_MINUTES <= minutes <= MOST_MINUTES):
         raise InputError(
-            "import_demo.minutes", "With --from, --minutes must be from {least:g} to {most:g}, not {minutes:g}. The default is {default:g}.",
+            "import_demo_size.minutes", "With --from, --minutes must be from {least:g} to {most:g}, not {minutes:g}. The default is {default:g}.",
             minutes=minutes, least=LEAST_MINUTES, most=MOST_MINUTES, default=DEFAULT_MINUTES,
         )  # fmt: skip
     return minutes
