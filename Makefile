@@ -25,7 +25,7 @@ serve-env:
 demo: setup
 	@$(BIN)/factory demo
 
-# A public model of 135 M weights, trained further, judged and served: about 15 minutes on two idle cores. It downloads 93 MB. Your own model, a
+# A public model of 135 M weights, trained further, judged and served: sized for about 15 minutes. It downloads 93 MB. Your own model, a
 # folder or a file: make demo-import MODEL=/where/it/is
 MODEL ?= smollm2
 demo-import: setup
