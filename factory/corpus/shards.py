@@ -45,13 +45,17 @@ def write_corpus(folder: Path, progress: Progress, module_share: float = 1.0) ->
     for number, shard in enumerate(shards):
         for domain, documents in shard.items():
             path = folder / f"{domain}-{number:02d}.jsonl"
-            _write_shard(path, documents)
+            write_shard(path, documents)
             paths.append(path)
     return paths
 
 
 def _documents(module: LibraryModule) -> Documents:
-    documents: Documents = {"code": [_document(module.source, "code", 0, text=module.text)], "docs": [], "chat": []}
+    documents: Documents = {
+        "code": [make_document(module.source, "code", 0, text=module.text)],
+        "docs": [],
+        "chat": [],
+    }
     if module.tree is None:
         return documents
     if module.name == "pydoc_data.topics":
@@ -63,20 +67,21 @@ def _documents(module: LibraryModule) -> Documents:
         by_source: dict[str, int] = {}
         for source, page in pages:
             by_source[source] = by_source.get(source, -1) + 1
-            documents["docs"].append(_document(source, "docs", by_source[source], text=page))
+            documents["docs"].append(make_document(source, "docs", by_source[source], text=page))
         return documents
     described = list(describe_module(module))
     for number, page in enumerate(
         join_into_pages([part for one in described for part in split_long_text(render_reference_entry(one))])
     ):
-        documents["docs"].append(_document(module.source, "docs", number, text=page))
+        documents["docs"].append(make_document(module.source, "docs", number, text=page))
     for number, messages in enumerate(make_chats(described)):
-        documents["chat"].append(_document(module.source, "chat", number, messages=messages))
+        documents["chat"].append(make_document(module.source, "chat", number, messages=messages))
     return documents
 
 
-def _document(source: str, domain: str, number: int, **content: Any) -> dict[str, Any]:
-    return {"id": f"{domain}/{source}/{number}", **content, "domain": domain, "source": source, "license": LICENSE}
+def make_document(source: str, domain: str, number: int, licence: str = LICENSE, **content: Any) -> dict[str, Any]:
+    """Return a document as a row of a shard. ``content``: its text, or its messages."""
+    return {"id": f"{domain}/{source}/{number}", **content, "domain": domain, "source": source, "license": licence}
 
 
 def _draw(text: str) -> float:
@@ -84,6 +89,7 @@ def _draw(text: str) -> float:
     return int.from_bytes(hashlib.sha256(f"corpus:{text}".encode()).digest()[:8], "big") / 2**64
 
 
-def _write_shard(path: Path, documents: list[dict[str, Any]]) -> None:
+def write_shard(path: Path, documents: list[dict[str, Any]]) -> None:
+    """Write documents as a JSONL shard, in an order that a hash of their names gives."""
     documents.sort(key=lambda document: (_draw(document["id"]), document["id"]))
     write_atomically(path, "".join(json.dumps(document) + "\n" for document in documents))

@@ -50,23 +50,10 @@ def run_demo(
     began = time.monotonic()
     demo_size.check_minutes(minutes)
     root = folder.expanduser().resolve()
-    if root.exists() and any(root.iterdir()):
-        if not (root / MARK).exists():
-            raise WorkspaceError(
-                "demo.other_files",
-                "{folder} has files that no demo made. Choose another folder with --workspace.",
-                folder=root,
-            )
-        if fresh:
-            if (root / "factory.yaml").exists():
-                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
-                    pass
-            shutil.rmtree(root)
+    prepare_demo_folder(root, fresh)
     terminal.print_heading(
         Message("demo.step_corpus", "1  Make a workspace, and a corpus from the standard library of this Python")
     )
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARK).touch()
     workspace = Workspace.create(root, WorkspaceConfig(repository=CODE))
     _write_data_policy(workspace)
     plant = Plant(workspace, make_or_open_ledger(workspace), terminal)
@@ -74,7 +61,7 @@ def run_demo(
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.print_heading(Message("demo.step_ingest", "2  Ingest the first shards"))
-        _arrive(plant, first)
+        send_new_files_to_inbox(plant, first)
         ingesting = time.monotonic()
         for path in list_complete_files(plant, settle_seconds=0.0):
             ingest_and_move(plant, path)
@@ -91,7 +78,7 @@ def run_demo(
                 "5  Ingest new shards (one is bad), continue the trunk, and judge candidate 2 against the champion",
             )
         )
-        _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
+        send_new_files_to_inbox(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
         run_duty_pass(plant, settle=0.0)
         terminal.print_heading(
             Message(
@@ -113,6 +100,24 @@ def run_demo(
         raise failure
 
 
+def prepare_demo_folder(root: Path, fresh: bool) -> None:
+    """Make and mark a demo's folder; ``fresh`` removes an earlier demo first. Raises: WorkspaceError for files that no demo made."""
+    if root.exists() and any(root.iterdir()):
+        if not (root / MARK).exists():
+            raise WorkspaceError(
+                "demo.other_files",
+                "{folder} has files that no demo made. Choose another folder with --workspace.",
+                folder=root,
+            )
+        if fresh:
+            if (root / "factory.yaml").exists():
+                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
+                    pass
+            shutil.rmtree(root)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARK).touch()
+
+
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
     """Measure this machine, choose the sizes, and write them into the recipe, the kernels and the workspace's policies."""
     from factory.computing.compute_settings import describe_precision, measure_precision
@@ -121,11 +126,11 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     raw = _read_recipe((find_checkout_root() / RECIPE).read_text("utf-8"))
     found = measure_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
+    plain = use_plain_kernels((find_checkout_root() / KERNELS).read_text("utf-8"))
     shape = demo_size.guess_first_shape(minutes, _predicted(raw, found))
     for attempt in range(3):
-        measured = _step_rate(
-            workspace, terminal, shape.apply_to_recipe(raw) | {"precision": found["precision"]}, str(shape)
-        )
+        sized = shape.apply_to_recipe(raw) | {"precision": found["precision"]}
+        measured = measure_step_rate(workspace, terminal, sized, str(shape), plain, MEASURING_COMMIT)
         terminal.line(
             Message(
                 "demo.measured",
@@ -209,8 +214,10 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
     return predicted
 
 
-def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """Measure the rate of the recipe's steps in a separate process. Training uses the compiled code again.
+def measure_step_rate(
+    workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str, kernels_text: str, commit: str
+) -> dict[str, float]:
+    """Measure the rate of the recipe's steps in a separate process. ``kernels_text``: of kernels.yaml. ``commit``: names the folder of compiled code.
 
     The result also has ``start_s``: the time to start such a program, counted as twice its imports. Raises: FactoryError with the last line of the
     program's output.
@@ -219,9 +226,9 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     folder.mkdir(exist_ok=True)
     given, kernels = folder / "demo-recipe.yaml", folder / "demo-kernels.yaml"
     given.write_text(yaml.safe_dump(recipe))
-    kernels.write_text(use_plain_kernels((find_checkout_root() / KERNELS).read_text("utf-8")))
+    kernels.write_text(kernels_text)
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.get_compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
+    cache = str(devices.get_compiled_code_folder(workspace.root, commit) / "inductor")
     began = time.monotonic()
     with terminal.task(
         Message(
@@ -260,7 +267,6 @@ def _write_data_policy(workspace: Workspace) -> None:
 
 def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
     """Write copies of the policies with the shipped thresholds, but with as many measurements as the time allows."""
-    own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
         "agents.yaml": {
@@ -270,16 +276,21 @@ def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
-        raw = yaml.safe_load((find_checkout_root() / "policies" / name).read_text("utf-8"))
-        for key, value in values.items():
-            raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
-        path = own / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        comment = Message(
-            "demo.policy_comment",
-            "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
-        )
-        path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
+        write_smaller_policy(workspace, name, values)
+
+
+def write_smaller_policy(workspace: Workspace, name: str, values: dict[str, Any]) -> None:
+    """Write the workspace's own copy of a shipped policy with fewer measurements. ``values``: keys that replace or extend the shipped ones."""
+    raw = yaml.safe_load((find_checkout_root() / "policies" / name).read_text("utf-8"))
+    for key, value in values.items():
+        raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
+    path = workspace.root / "policies" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    comment = Message(
+        "demo.policy_comment",
+        "# The shipped policy, with fewer measurements so that 'factory demo' ends in time.\n",
+    )
+    path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 
 
 def use_plain_kernels(policy: str) -> str:
@@ -319,7 +330,7 @@ def _bad_shard(plant: Plant) -> Path:
     return path
 
 
-def _arrive(plant: Plant, files: list[Path]) -> None:
+def send_new_files_to_inbox(plant: Plant, files: list[Path]) -> None:
     """Copy shards that are not yet ingested into the inbox."""
     from trainer.contract.data.token_shard import hash_file
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.divergence import TOLERANCE
 from models.files.model_folder import ModelSource, open_model_folder
 from models.spec import ExpertsSpec, RopeScaling
 from tests.support.models.proof import Subject
 from tests.support.models.small_models import CASES, make_tokens
-from trainer.tools.divergence import compare_with_transformers, load_decoder, main
+from trainer.tools.divergence import LOSS_BOUND, compare_with_transformers, load_decoder, main, measure_losses
 
 LINEAR = RopeScaling(kind="linear", factor=3.0)
 EVERYWHERE, FIRST_EXPERTS = "blocks.0", "blocks.1"
@@ -118,3 +119,18 @@ def test_the_tool_names_the_block_and_exits_with_1(
     monkeypatch.setattr("trainer.tools.divergence.open_model_folder", open_without_windows)
     assert main([str(folder)]) == 1 and "blocks.2" in capsys.readouterr().out.splitlines()[-1]
     assert main([str(folder / "missing")]) == 2 and "error[models.no_folder]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2-windows"])
+def test_the_losses_of_both_programs_on_a_text_agree_unless_a_fact_is_changed(
+    subjects: dict[str, Subject], name: str
+) -> None:
+    subject, tokens_BT = subjects[name], make_tokens()
+    theirs, ours = measure_losses(subject.theirs, load_decoder(subject.source), tokens_BT)
+    with torch.no_grad():  # transformers' own loss
+        own = subject.theirs(tokens_BT, labels=tokens_BT).loss.item()
+    assert abs(theirs - own) <= LOSS_BOUND and abs(ours - own) <= LOSS_BOUND
+    changed = subject.source.spec.model_copy(update={"embedding_scale": 20.0})
+    assert (
+        abs(measure_losses(subject.theirs, load_decoder(subject.source, changed), tokens_BT)[1] - own) > 10 * LOSS_BOUND
+    )

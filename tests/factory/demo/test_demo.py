@@ -13,7 +13,7 @@ import pytest
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.workspace import Workspace
-from factory.demo.demo import _arrive, _corpus
+from factory.demo.demo import _corpus, send_new_files_to_inbox
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.status import read_status
@@ -58,7 +58,7 @@ def test_the_corpus_is_written_once_and_copied_whole_into_the_inbox(
     assert written and sorted(path.name for path in files[0].parent.iterdir()) == sorted(written)
     assert _corpus(workspace, Terminal(), 2.0) == files
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files} == written
-    _arrive(Plant(workspace, ledger), files)
+    send_new_files_to_inbox(Plant(workspace, ledger), files)
     assert {path.name: path.read_bytes() for path in workspace.inbox.iterdir()} == {
         name: content for name, (content, _) in written.items()
     }
