@@ -149,7 +149,7 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "two templates": ("template", set(), in_json("tokenizer_config.json", chat_template="{{ messages }}")),
     "another tokenizer": (
         "tokenizer",
-        {"server_text", "round_trip", "engine_start"},
-        in_tokenizer(normalizer={"type": "NFC"}),  # an engine that would read text otherwise does not start
+        {"server_text", "round_trip", "engine_text"},
+        in_tokenizer(normalizer={"type": "NFC"}),
     ),
 }  # fmt: skip
