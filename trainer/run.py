@@ -308,9 +308,12 @@ class SegmentRun:
         from trainer.model.experts import update_router_bias
 
         self.ranks.sum_over_ranks_in_place(load)
-        biases = [bias for name, bias in self.model.named_buffers()]
-        for bias_E, load_E in zip(biases, load):
-            update_router_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
+        biases = [
+            (is_trained(name, self.recipe.adapt, self.recipe.freeze), bias) for name, bias in self.model.named_buffers()
+        ]
+        for (trained, bias_E), load_E in zip(biases, load):
+            if trained:
+                update_router_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
     def save(self, is_last: bool = False) -> None:
         """Begin to save a checkpoint. The caller may launch further steps while it is written, unless it is the last one."""

@@ -14,7 +14,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
 from factory.ingest.replay_corpus import find_replay_corpus
 from factory.ingest.rules.policy import REPLAY_DOMAIN
-from factory.ledger.imported_model import ImportedLicence, read_import_plan
+from factory.ledger.imported_model import ImportedLicence, find_imported_licence, read_import_plan
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -98,7 +98,7 @@ def make_imported_workspace(
         row = SegmentRow.get(plant.ledger, segment)
         if row.state != "done":
             run_import(plant, row, source)
-    number = release_imported_model(plant, export_candidate(plant, segment))
+        number = release_imported_model(plant, export_candidate(plant, segment))
     return describe_import(plant.workspace, plant.ledger, segment, number)
 
 
@@ -189,3 +189,15 @@ def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source
             "--from: {workspace} was begun with {place}, and that import is not finished. Import {place}, or give a new folder for the workspace.",
             workspace=workspace.root, place=there,
         )  # fmt: skip
+    context = Recipe.load(workspace.recipe_path()).model.context
+    recorded = find_imported_licence(ledger)
+    for option, asked, held in (
+        ("--context", options.context or context, context),
+        ("--licence", options.licence or None, recorded and recorded.name),
+    ):
+        if asked is not None and held is not None and asked != held:
+            raise ImportRefusedError(
+                "imported_workspace.other_option",
+                "{option} {asked}: {workspace} was imported with {held}. Give a new folder for the workspace.",
+                option=option, asked=asked, workspace=workspace.root, held=held or Message("imported_workspace.none", "none"),
+            )  # fmt: skip

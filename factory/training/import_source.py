@@ -20,7 +20,7 @@ from factory.ledger.imported_model import ImportedLicence
 from kernels.contract.strict_yaml import read_yaml
 from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family
-from models.files.model_folder import INDEX, ONE_FILE, ModelSource, open_model_folder
+from models.files.model_folder import INDEX, ONE_FILE, ModelSource, find_inside, open_model_folder
 from models.spec import ModelSpec
 
 OTHER_FILES = (
@@ -28,12 +28,14 @@ OTHER_FILES = (
     INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
 LONGEST_LICENCE = 1 << 16  # characters of a licence's text that the ledger keeps
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 CARD = "README.md"
+LARGEST_OTHER_FILE = 1 << 28  # bytes; a tokenizer.json of 256,000 tokens has 32 MiB
 Advance = Callable[[float, str], object]
 Signature = tuple[int, int, int]  # of a file: what changes when it is written or replaced (size, time, inode)
 
@@ -59,6 +61,7 @@ class ImportSource:
         folder = folder.expanduser().resolve()
         try:
             model = open_model_folder(folder)
+            _refuse_odd_files(folder)
             _refuse_two_templates(folder)
             names = sorted({ONE_FILE, *OTHER_FILES, *(path.name for path in folder.glob("*.safetensors"))})
             names = [name for name in names if (folder / name).is_file()]
@@ -136,6 +139,28 @@ def find_licence(folder: Path) -> ImportedLicence:
     return ImportedLicence(named[0][:100], CARD, text) if named else ImportedLicence("", "", text)
 
 
+def _refuse_odd_files(folder: Path) -> None:
+    """Refuse files beside the weights that lie outside the folder, are no regular files, or are larger than such a file can be.
+
+    Raises: ModelFilesError, ImportRefusedError.
+    """
+    for name in (*OTHER_FILES, *LICENCE_FILES, CARD):
+        path = folder / name
+        if not (path.is_symlink() or path.exists()):
+            continue
+        find_inside(folder, name)
+        if path.is_file() and path.stat().st_size <= LARGEST_OTHER_FILE:
+            continue
+        if name in LICENCE_FILES and path.is_dir():
+            continue  # licences of the parts; none of them is read
+        raise ImportRefusedError(
+            "import_source.odd_file",
+            "--from: {file} must be a regular file of at most {most} MiB.",
+            file=path,
+            most=LARGEST_OTHER_FILE >> 20,
+        )
+
+
 def _refuse_two_templates(folder: Path) -> None:
     """Raises: ImportRefusedError if chat_template.jinja and the key of tokenizer_config.json differ. Programs choose between them differently."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -145,6 +170,10 @@ def _refuse_two_templates(folder: Path) -> None:
         named = json.loads(config.read_bytes()).get("chat_template")
     except (ValueError, AttributeError, RecursionError):
         return  # the tokenizer's reader says what is wrong with the file
+    if isinstance(named, list):  # templates by name
+        named = next(
+            (one.get("template") for one in named if isinstance(one, dict) and one.get("name") == "default"), ""
+        )
     if isinstance(named, str) and named.strip() != file.read_text(encoding="utf-8", errors="replace").strip():
         raise ImportRefusedError(
             "import_source.two_templates",

@@ -75,8 +75,10 @@ class ConfigReader:
         return default if self.take(key, 0) == 0 else self.positive(key)
 
     def truth(self, key: str, default: Any = MISSING) -> bool:
-        """true or false; ``default`` if it is missing."""
+        """true or false; ``default`` if it is missing. null is not true: it is refused where true is the default."""
         value = self.take(key, default)
+        if self.is_null(key) and default is True:
+            raise self.unexpected(key, Message("models.truth", "true or false"), None)
         if type(value) is not bool:
             raise self.unexpected(key, Message("models.truth", "true or false"), value)
         return value
@@ -89,10 +91,10 @@ class ConfigReader:
         return named[value]
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any other value than ``allowed``. A missing key and null mean the first of them."""
+        """Refuse any other value than ``allowed``. A missing key means the first of them, and so does null unless it is true."""
         self.left.discard(key)
         value = self.config.get(key)
-        value = allowed[0] if value is None else value
+        value = allowed[0] if value is None and not (self.is_null(key) and allowed[0] is True) else value
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             expected = (
                 repr(allowed[0])
@@ -112,8 +114,10 @@ class ConfigReader:
         for key in sorted(self.left):
             value = self.config[key]
             if key not in IDLE and key not in idle:
-                if value is None:
+                if value is None and key != "is_causal":
                     continue
+                if key == "is_causal" and value is True:
+                    continue  # null would let a position see later ones
                 if key == "auto_map":
                     raise ModelFilesError(
                         "models.own_code", "{file}: auto_map names code in the model's folder, which is never run. If transformers has the "

@@ -18,7 +18,8 @@ THETA, WINDOW_THETA = 1_000_000.0, 10_000.0  # what missing keys mean
 def read(reader: ConfigReader) -> dict[str, Any]:
     reader.only("attn_logit_softcapping", None)  # the class does not read it
     found = read_block(reader, rope=False)
-    every = reader.whole("sliding_window_pattern", 1, 512, reader.whole("_sliding_window_pattern", 1, 512, 6))
+    every = reader.whole("sliding_window_pattern", 1, 512, 6)
+    reader.take("_sliding_window_pattern", None)  # transformers writes it and does not read it
     windows = read_windows(reader, found["layers"], lambda number: (number + 1) % every != 0, usual=4096)
     rope = _read_ropes(reader, found["context"])
     if windows is None:  # no layer has the RoPE of a window

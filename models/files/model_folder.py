@@ -113,7 +113,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise ModelFilesError(
             "models.no_config", "{folder} has no config.json, so it is not the folder of a model", folder=folder
         )
-    return _read_json(_inside(folder, "config.json"), MOST_CONFIG_BYTES)
+    return _read_json(find_inside(folder, "config.json"), MOST_CONFIG_BYTES)
 
 
 def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
     return found
 
 
-def _inside(folder: Path, name: str) -> Path:
+def find_inside(folder: Path, name: str) -> Path:
     """The file of a folder. A link out of the folder is refused, except to the blobs of the same cache of Hugging Face's hub."""
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         raise ModelFilesError(
@@ -171,7 +171,7 @@ def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
             index=INDEX,
         )
     if has_one:
-        return read_header(_inside(folder, ONE_FILE))
+        return read_header(find_inside(folder, ONE_FILE))
     if has_index:
         return _read_shards(folder)
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
@@ -194,7 +194,7 @@ def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
-    weight_map = _read_json(_inside(folder, INDEX), MOST_INDEX_BYTES).get("weight_map")
+    weight_map = _read_json(find_inside(folder, INDEX), MOST_INDEX_BYTES).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
@@ -203,7 +203,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         raise ModelFilesError("models.weight_map", "{file}: weight_map must name the file of each tensor", file=index)
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(weight_map.values())):
-        file = _inside(folder, name)
+        file = find_inside(folder, name)
         if not file.is_file():
             raise ModelFilesError(
                 "models.missing_shard",

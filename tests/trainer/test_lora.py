@@ -179,6 +179,34 @@ def test_a_merge_has_the_same_bits_for_any_number_of_threads() -> None:
     torch.testing.assert_close(made[0].double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_dora_keeps_a_row_of_zeros() -> None:
+    """A pruned row has no direction. It stays zero in training and in a merge, and nothing becomes NaN."""
+    adapted = decoder_of(recipe_with(adapt=ADAPT["dora"]))
+    adapted.initialise(1)
+    with torch.no_grad():
+        adapted.get_parameter("blocks.0.up")[3] = 0
+        adapted.get_parameter("blocks.0.up_dora_length")[3] = 0
+    tokens = torch.randint(3, 512, (2, 32), generator=torch.Generator().manual_seed(1))
+    positions, documents = torch.arange(32).expand(2, -1), torch.zeros(2, 32, dtype=torch.int64)
+    adapted.loss(tokens, tokens.roll(-1), torch.full((2, 32), 1 / 64), positions, documents, z_loss=0.0)[0].backward()
+    gradients = [parameter.grad for parameter in adapted.parameters() if parameter.grad is not None]
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    merged = merge_lora({name: p.detach() for name, p in adapted.named_parameters()}, AdaptRecipe(**ADAPT["dora"]))
+    assert not merged["blocks.0.up"][3].any() and all(bool(tensor.isfinite().all()) for tensor in merged.values())
+
+
+@pytest.mark.parametrize("changes", [{"freeze": ["embedding", "blocks.1"]}, {"adapt": {"rank": 2, "targets": ["q"]}}])
+def test_the_bias_of_a_router_that_is_not_trained_stays(
+    tmp_path: Path, plan: DataPlan, changes: dict[str, Any]
+) -> None:
+    experts = {"model__experts": {"count": 4, "per_token": 2, "d_ff": 16, "bias_rate": 0.1}}
+    start = train(tmp_path / "experts", plan, recipe_with(**experts), 0, 5, None)
+    after = train(tmp_path / "after", plan, recipe_with(**experts, **changes), 5, 10, start)
+    whole = train(tmp_path / "whole", plan, recipe_with(**experts), 5, 10, start)
+    biases = [load_checkpoint(path).model["blocks.1.router_bias"] for path in (start, after, whole)]
+    assert torch.equal(biases[0], biases[1]) and not torch.equal(biases[0], biases[2])
+
+
 def test_frozen_weights_stay_to_the_bit_and_can_be_trained_again(tmp_path: Path, plan: DataPlan, base: Path) -> None:
     recipe = recipe_with(freeze=["embedding", "blocks.0-0"])
     frozen = train(tmp_path / "frozen", plan, recipe, 10, 20, base)

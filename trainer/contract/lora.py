@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 A, B, LENGTH = "_lora_a", "_lora_b", "_dora_length"
+LEAST_NORM = 1e-30  # of a row in DoRA: a pruned row of zeros stays zero
 
 
 class AdaptRecipe(StrictSchema):
@@ -162,7 +163,9 @@ class MergedWeights(Mapping[str, "Tensor"]):
             change += column.unsqueeze(1) * row
         whole = weight.double() + self.adapt.scale * change
         if self.adapt.kind == "dora":
-            norms = whole.square().cumsum(1)[:, -1].sqrt()  # a running sum has one order; a sum may have several
+            norms = (
+                whole.square().cumsum(1)[:, -1].sqrt().clamp_min(LEAST_NORM)
+            )  # a running sum has one order; a sum may have several
             whole *= (self.model[f"{name}{LENGTH}"].double() / norms).unsqueeze(1)
         return whole.to(weight.dtype)
 

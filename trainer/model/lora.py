@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.lora import LENGTH, A, AdaptRecipe, B
+from trainer.contract.lora import LEAST_NORM, LENGTH, A, AdaptRecipe, B
 from trainer.parallel.ranks import get_local_part
 
 Block = Any  # ``trainer.model.transformer`` has the class, and imports this file
@@ -43,7 +43,7 @@ def read_with_dora(block: Block, name: str) -> Tensor:
     if name not in block.adapted:
         return read_matrix(block, name)
     whole = add_change(block, name)
-    length = getattr(block, f"{name}{LENGTH}").float() / whole.detach().norm(dim=1)
+    length = getattr(block, f"{name}{LENGTH}").float() / whole.detach().norm(dim=1).clamp_min(LEAST_NORM)
     return (whole * length.unsqueeze(1)).to(block.dtype)
 
 

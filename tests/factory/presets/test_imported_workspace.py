@@ -288,6 +288,21 @@ def with_two_templates(folder: Path) -> None:
     rewrite(folder / "tokenizer_config.json", chat_template="{{ messages }}")
 
 
+def with_named_templates(folder: Path) -> None:
+    rewrite(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": "{{ messages }}"}])
+
+
+def with_a_link_out(folder: Path) -> None:
+    (folder.parent / "secret").write_text("not of the model")
+    (folder / "LICENSE").unlink(missing_ok=True)
+    (folder / "LICENSE").symlink_to(folder.parent / "secret")
+
+
+def with_a_pipe(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    os.mkfifo(folder / "chat_template.jinja")
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "models.no_config"),
     "pickles": (only_pickles, "models.pickled"),
@@ -296,6 +311,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "large vocabulary": (with_fewer_rows, "imported_workspace.large_vocabulary"),
     "two templates": (with_two_templates, "import_source.two_templates"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "presets.unreadable_tokenizer"),
+    "named templates": (with_named_templates, "import_source.two_templates"),
+    "a link out of the folder": (with_a_link_out, "models.link_outside"),
+    "a pipe": (with_a_pipe, "import_source.odd_file"),
     "a cut file": (lambda folder: os.truncate(folder / "model.safetensors", 9000), "models.other_length"),
 }
 
