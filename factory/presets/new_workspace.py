@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,16 @@ from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
 LARGEST = 1 << 28  # most bytes of a tokenizer.json
+# A tokenizer.json can make its library abort the process or take all memory. Therefore a process of its own tries it first.
+TRY_TOKENIZER = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+import tokenizers
+inner = tokenizers.Tokenizer.from_file(sys.argv[1])
+for text in ("", "a", "A b. C, d!  2024\\n" * 64, "\u00e4 \u6f22 \U0001f642 <|endoftext|>", "\\x00\\ufeff"):
+    inner.decode(inner.encode(text).ids)
+"""
+TRY_SECONDS = 300.0
 
 
 @contextmanager
@@ -58,6 +70,7 @@ def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterato
             file=path,
             reason=error,
         ) from None
+    _refuse_crashing_tokenizer(path, option)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         source = file_or_folder
@@ -85,6 +98,26 @@ def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterato
                 last=tokenizer.vocab_size - 1,
             )
         yield tokenizer
+
+
+def _refuse_crashing_tokenizer(path: Path, option: str) -> None:
+    """Raises: InputError if loading and using the tokenizer ends a process, or takes too much memory or time."""
+    command = [sys.executable, "-I", "-c", TRY_TOKENIZER, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TRY_SECONDS)
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        died = done.returncode < 0 or "PanicException" in said[-1] or "MemoryError" in said[-1]
+        problem = said[0][:200] if died else ""  # an ordinary exception is told by the tokenizer's reader
+    except subprocess.TimeoutExpired:
+        problem = Message("presets.slow_tokenizer", "it took longer than {seconds:.0f} s", seconds=TRY_SECONDS)
+    if problem:
+        raise InputError(
+            "presets.crashing_tokenizer",
+            "{option}: {file} cannot be used: {problem}. Give the tokenizer.json of the model's makers.",
+            option=option,
+            file=path,
+            problem=problem,
+        )
 
 
 def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:

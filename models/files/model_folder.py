@@ -139,12 +139,13 @@ def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
 
 def find_inside(folder: Path, name: str) -> Path:
     """The file of a folder. A link out of the folder is refused, except to the blobs of the same cache of Hugging Face's hub."""
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
+    odd = not name.isprintable() or len(name.encode("utf-8", "surrogatepass")) > 255
+    if odd or "/" in name or "\\" in name or name in ("", ".", ".."):
         raise ModelFilesError(
             "models.other_folder",
             "{folder}: the index names {name}, which is not a file of this folder",
             folder=folder,
-            name=name[:120],
+            name=ascii(name[:120]) if odd else name[:120],
         )
     target = (folder / name).resolve()
     home = folder.resolve()

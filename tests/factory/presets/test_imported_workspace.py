@@ -292,6 +292,11 @@ def with_named_templates(folder: Path) -> None:
     rewrite(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": "{{ messages }}"}])
 
 
+def with_an_exploding_tokenizer(folder: Path) -> None:
+    longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    rewrite(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [longer] * 12})
+
+
 def with_a_link_out(folder: Path) -> None:
     (folder.parent / "secret").write_text("not of the model")
     (folder / "LICENSE").unlink(missing_ok=True)
@@ -311,6 +316,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "large vocabulary": (with_fewer_rows, "imported_workspace.large_vocabulary"),
     "two templates": (with_two_templates, "import_source.two_templates"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "presets.unreadable_tokenizer"),
+    "an exploding tokenizer": (with_an_exploding_tokenizer, "presets.crashing_tokenizer"),
     "named templates": (with_named_templates, "import_source.two_templates"),
     "a link out of the folder": (with_a_link_out, "models.link_outside"),
     "a pipe": (with_a_pipe, "import_source.odd_file"),
@@ -384,6 +390,9 @@ def test_a_workspace_takes_no_second_model_and_no_model_beside_its_own_work(
         tensors["model.norm.weight"] += 1
 
     change_weights(own, change)
+    for options in ({"context": 16}, {"licence": "mit"}):
+        with refused("imported_workspace.other_option"):
+            make(model, **options)
     with refused("importing.other_model"):
         make(own)
     with refused("imported_workspace.no_import"):

@@ -416,6 +416,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str | None]] = [
     (LLAMA_2, {"quantization_config": {"quant_method": "fp8"}}, "models.quantised", None),
     (DEEPSEEK_V3, {"auto_map": {"AutoModel": "modeling.Model"}}, "models.own_code", None),
     (LLAMA_2, {"clip_qkv": 8.0}, "models.unknown_key", "clip_qkv"),
+    (LLAMA_2, {"is_causal": None}, "models.unknown_key", "is_causal"),  # a position would see later ones
+    (LLAMA_2, {"is_causal": False}, "models.unknown_key", "is_causal"),
+    (DEEPSEEK_V3, {"norm_topk_prob": None}, "models.other_value", "norm_topk_prob"),  # null is false there
+    (DEEPSEEK_V3, {"rope_interleave": None}, "models.other_value", "rope_interleave"),
+    (
+        GLM_4_5_AIR,
+        {"partial_rotary_factor": None},
+        "models.other_value",
+        "partial_rotary_factor",
+    ),  # 1, where no key is 0.5
     (LLAMA_2, {"hidden_act": "gelu"}, "models.other_value", "hidden_act"),
     (LLAMA_2, {"pretraining_tp": 2}, "models.other_value", "pretraining_tp"),
     (LLAMA_2, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "models.other_value", "rope_type"),
