@@ -12,7 +12,8 @@ shard's id and manifest do not name it. ``write_token_shard`` makes it. For an o
 another ``documents.parquet``, the first process that opens the shard makes it, while the others wait. In a folder that cannot be written, each
 process makes one for itself, in a temporary file without a name.
 
-Opening checks what the metadata says against the manifest, and the sum of the lengths. ``is_same_as_documents`` compares all of it.
+Opening checks what the metadata says against the manifest, and the sum of the lengths. It does not notice a flipped bit that keeps the sum:
+``is_same_as_documents`` compares all of it, for new and changed files before a segment begins.
 """
 
 from __future__ import annotations
