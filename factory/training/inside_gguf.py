@@ -34,7 +34,7 @@ def find_lost_key(values: Mapping[str, Any], config: Any) -> str | None:
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    read = GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
+    read: Any = GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     same: dict[str, Any] = {
@@ -54,7 +54,8 @@ def find_lost_key(values: Mapping[str, Any], config: Any) -> str | None:
     ):
         same[key] = getattr(config, name, None)
     # llama.cpp takes a file without a type of scaling for a linear one
-    kind, factor = values.get("rope.scaling.type", "linear"), values.get("rope.scaling.factor", 1)
+    scaling = {key.removeprefix("rope.scaling."): value for key, value in values.items()}
+    kind, factor = scaling.get("type", "linear"), scaling.get("factor", 1)
     unscaled = kind == "none" or (kind == "linear" and factor in NO_FACTOR)
     for key, value in values.items():
         if read.get(key) is not None or key == "tensor_data_layout":  # llama.cpp does not read the latter, either
