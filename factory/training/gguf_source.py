@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from agents.core.untrusted import fold_to_one_line
 from factory.core.errors import DiskFullError
 from factory.core.faults import has_room_for
 from factory.core.path_removal import remove_path
+from factory.ingest.tokenizing.fast_path import SPLIT_NAMES, name_split, spell_split
 from factory.sandbox.sandbox import SandboxLimits, run_in_sandbox
 from factory.training.import_source import Advance, ImportRefusedError, ImportSource, sign_file
 from kernels.contract.message import Message
@@ -21,6 +25,8 @@ INSIDE = Path(__file__).with_name("inside_gguf.py")
 MAGIC = b"GGUF"
 LARGEST_RATIO = 20  # bytes of fp32 weights for each byte of the file: 4 for 8 bits, 16 for 2 bits, and some room
 BASE_MEMORY = 4 << 30  # bytes for transformers itself
+BYTE_LEVEL = "gpt2"  # the kind of tokenizer whose text is split by a rule that the file only names
+UNNAMED = (None, "default")  # files of before the names; what transformers makes of them is kept
 SECONDS_A_GB, BASE_SECONDS = 600.0, 300.0
 
 
@@ -74,9 +80,65 @@ def open_gguf(place: Path, advance: Advance = lambda share, note: None) -> Itera
                 reason=done.describe_ending(),
             )
         remove_path(out / "cache")
+        facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+        remove_path(out / "facts.json")
+        _refuse_losses(place, facts)
+        if facts["tokenizer"] == BYTE_LEVEL:
+            _set_split(place, out / "tokenizer.json", facts["pre"])
         source = ImportSource.read(out, advance)
         if sign_file(place) != before:
             raise ImportRefusedError(
                 "gguf_source.changed", "--from: {file} changed while it was read. Import it again.", file=place
             )
         yield source.copy_as_file(place, sha256)
+
+
+def _refuse_losses(place: Path, facts: dict[str, Any]) -> None:
+    """Refuse a file of which transformers made another model, by what the sandboxed process saw."""
+    if facts["refused"] == "missing":
+        raise ImportRefusedError(
+            "gguf_source.missing_tensor",
+            "--from: {file} lacks tensors of its model, or they have another shape: {count}, the first is {name}. Download the file again.",
+            file=place,
+            count=int(facts["count"]),
+            name=fold_to_one_line(str(facts["name"]), 100),
+        )
+    if facts["refused"] == "tensor":
+        raise ImportRefusedError(
+            "gguf_source.unread_tensor",
+            "--from: {file} has tensors that transformers does not read: {count}, the first is {name}. "
+            "A model from which they would be lost cannot be imported from GGUF. Use its Hugging Face folder.",
+            file=place,
+            count=int(facts["count"]),
+            name=fold_to_one_line(str(facts["name"]), 100),
+        )
+    if facts["refused"] == "key":
+        raise ImportRefusedError(
+            "gguf_source.unread_key",
+            "--from: {file} has the key {key} = {value}, which transformers does not read. "
+            "A model from which it would be lost cannot be imported from GGUF. Use its Hugging Face folder.",
+            file=place,
+            key=fold_to_one_line(str(facts["name"]), 100),
+            value=fold_to_one_line(str(facts["value"]), 100),
+        )
+
+
+def _set_split(place: Path, library: Path, pre: str | None) -> None:
+    """Make a written tokenizer.json split text by the rule that llama.cpp means by ``pre``; transformers does not read that name."""
+    if pre in UNNAMED:
+        return
+    known = {name: (split, whole_words) for split, (name, whole_words) in SPLIT_NAMES.items()}
+    if pre not in known:
+        raise ImportRefusedError(
+            "gguf_source.unknown_split",
+            "--from: the tokenizer of {file} splits text by the rule {rule!r}, and the factory knows {known}. Use the model's Hugging Face folder.",
+            file=place,
+            rule=fold_to_one_line(str(pre), 100),
+            known=[*known],
+        )
+    split, whole_words = known[pre]
+    data = json.loads(library.read_text(encoding="utf-8"))
+    if name_split(data) != split:
+        data["pre_tokenizer"] = spell_split(split)
+    data["model"]["ignore_merges"] = whole_words
+    library.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")

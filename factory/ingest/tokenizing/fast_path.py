@@ -57,6 +57,16 @@ _RULES = {
     "digits gpt2": _rule(r"'(?:[stmd]|re|ve|ll)|\x20?[A-Za-z]+|[0-9]|\x20?[^\sA-Za-z0-9]+|\s+(?![^\s0-9])|\s+", _WORDS),
 }
 
+# llama.cpp has the patterns that split text in its code, and the key ``tokenizer.ggml.pre`` names one of them. llama.cpp's converter finds the name
+# by a hash of the ids of a sample text, so it knows only published vocabularies. Here the name follows from the pattern itself. The second value says
+# whether llama.cpp then looks up whole words first, as ``ignore_merges`` of tokenizer.json does (llama.cpp, src/llama-vocab.cpp).
+SPLIT_NAMES = {
+    "qwen": ("qwen2", False),
+    "llama3": ("llama-bpe", True),
+    "gpt2": ("gpt-2", False),
+    "digits gpt2": ("smollm", False),
+}
+
 
 def get_split_rule(name: str) -> SplitRule:
     """Return the rule of a split pattern that ``name_split`` knows."""
@@ -150,6 +160,18 @@ def name_split(library: Mapping[str, Any]) -> str | None:
     if kinds == ["Digits", "ByteLevel"] and own_pattern and steps[0].get("individual_digits"):
         return "digits gpt2"
     return None
+
+
+def spell_split(name: str) -> dict[str, Any]:
+    """Return the part ``pre_tokenizer`` of a tokenizer.json, for a name that ``name_split`` gives."""
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": name.endswith("gpt2")}
+    if name == "gpt2":
+        return last
+    first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+    if name != "digits gpt2":
+        (pattern,) = (pattern for pattern, other in _PATTERNS.items() if other == name)
+        first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [first, last]}
 
 
 def _proving_texts() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_folder import ExportWeights, read_config, read_json
 from factory.ingest.tokenizer import Tokenizer
-from factory.ingest.tokenizing.fast_path import name_split
+from factory.ingest.tokenizing.fast_path import SPLIT_NAMES, name_split
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
@@ -286,16 +286,7 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
-# llama.cpp has the patterns that split text in its code, and the key ``tokenizer.ggml.pre`` names one of them. llama.cpp's converter finds the name
-# by a hash of the ids of a sample text, so it knows only published vocabularies. Here the name follows from the pattern itself. The second value says
-# whether llama.cpp then looks up whole words first, as ``ignore_merges`` of tokenizer.json does (llama.cpp, src/llama-vocab.cpp).
 MODEL = "gpt2"  # byte-level BPE
-SPLIT_NAMES = {
-    "qwen": ("qwen2", False),
-    "llama3": ("llama-bpe", True),
-    "gpt2": ("gpt-2", False),
-    "digits gpt2": ("smollm", False),
-}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -25,17 +27,19 @@ from factory.diagnosis.remedies import rewind_segment
 from factory.duties.duty import DutyState
 from factory.duties.releasing import MEASURE_IMPORT, find_unexported_segments
 from factory.gates.release.training_evidence import read_training_evidence
+from factory.ingest.tokenizing.fast_path import SPLIT_NAMES, get_split_rule, name_split, spell_split
 from factory.ledger.imported_model import find_import, find_imported_licence, read_import_plan, refuse_unfinished_import
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 from factory.releasable.report import make_report
-from factory.release.gguf.writing import write_release_gguf
+from factory.release.gguf.writing import write_export_gguf, write_release_gguf
 from factory.release.releases import finish_interrupted_releases
 from factory.repairs.checkpoints import replay_checkpoint
 from factory.retention.needs import RetentionNeeds
-from factory.training.import_source import ImportSource
+from factory.training.gguf_source import open_gguf
+from factory.training.import_source import ImportRefusedError, ImportSource
 from factory.training.planning import find_trunk_parent, load_recipe, read_last_checkpoint, refuse_changed_model
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
@@ -203,6 +207,110 @@ def test_a_gguf_file_is_imported_with_the_bits_of_its_weights(
     with refused("gguf_source.unreadable"):
         make_imported_workspace(tmp_path / "none", ImportOptions(text), code_repository, SILENT)
     assert not (tmp_path / "none").exists()
+
+
+def rewrite_gguf(file: Path, out: Path, change: dict[str, Any]) -> Path:
+    """Copy a .gguf file with other keys and tensors. None: without that key or tensor. An array: a tensor."""
+    import gguf
+
+    reader, kinds = gguf.GGUFReader(file), gguf.GGUFValueType
+    writer = gguf.GGUFWriter(out, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in {"general.architecture", *change}:
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        if tensor.name not in change:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, value in change.items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(name, value)
+        elif value is not None:
+            writer.add_key_value(name, value, kinds.STRING if isinstance(value, str) else kinds.FLOAT32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+# what is changed, the code, and data of the refusal
+LOSSES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "a tensor is missing": (
+        {"blk.0.attn_q.weight": None},
+        "gguf_source.missing_tensor",
+        {"name": "model.layers.0.self_attn.q_proj.weight", "count": 1},
+    ),
+    "Llama 3's factors": (
+        {"rope_freqs.weight": np.array([1, 1, 2, 8], np.float32)},
+        "gguf_source.unread_tensor",
+        {"name": "rope_freqs.weight", "count": 1},
+    ),
+    "a bias": (
+        {"blk.1.attn_q.bias": np.ones(32, np.float32)},
+        "gguf_source.unread_tensor",
+        {"name": "blk.1.attn_q.bias", "count": 1},
+    ),
+    "yarn": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+        "gguf_source.unread_key",
+        {"key": "llama.rope.scaling.type", "value": "yarn"},
+    ),
+    "a factor alone is linear scaling": (
+        {"llama.rope.scaling.factor": 4.0},
+        "gguf_source.unread_key",
+        {"key": "llama.rope.scaling.factor", "value": "4.0"},
+    ),
+    "a soft cap": (
+        {"llama.attn_logit_softcapping": 50.0},
+        "gguf_source.unread_key",
+        {"key": "llama.attn_logit_softcapping", "value": "50.0"},
+    ),
+    "an unknown split": ({"tokenizer.ggml.pre": "tekken"}, "gguf_source.unknown_split", {"rule": "tekken"}),
+}
+
+
+@pytest.fixture(scope="module")
+def small_gguf(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    export = shutil.copytree(model, folder / "export", ignore=shutil.ignore_patterns("README.md", "LICENSE"))
+    write_export_gguf(export, folder / "small.gguf", {}, SILENT)
+    return folder / "small.gguf"
+
+
+@pytest.mark.slow("transformers starts in the sandbox to read the file")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_gguf_file_from_which_transformers_loses_something_is_refused_by_its_name(
+    loss: str, isolates: None, small_gguf: Path, tmp_path: Path
+) -> None:
+    change, code, data = LOSSES[loss]
+    file = rewrite_gguf(small_gguf, tmp_path / "changed.gguf", change)
+    with pytest.raises(ImportRefusedError) as error, open_gguf(file):
+        pass
+    assert error.value.code == code and error.value.data.items() >= data.items()
+
+
+@pytest.mark.slow("transformers starts in the sandbox to read the file")
+@pytest.mark.parametrize(("pre", "split"), [("smollm", "digits gpt2"), ("llama-bpe", "llama3"), ("gpt-2", "gpt2")])
+def test_a_gguf_file_splits_text_by_the_rule_that_it_names(
+    pre: str, split: str, isolates: None, small_gguf: Path, tmp_path: Path
+) -> None:
+    """Keys that say that nothing is scaled lose nothing."""
+    change = {"tokenizer.ggml.pre": pre, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0}
+    with open_gguf(rewrite_gguf(small_gguf, tmp_path / "changed.gguf", change)) as source:
+        written = json.loads((source.folder / "tokenizer.json").read_text())
+    assert name_split(written) == split and written["model"]["ignore_merges"] is (pre == "llama-bpe")
+
+
+@pytest.mark.parametrize("split", SPLIT_NAMES)
+def test_a_spelled_split_has_its_name_and_leaves_out_no_byte(split: str) -> None:
+    text, part = "x  2024\n    42 it's", spell_split(split)
+    assert name_split({"pre_tokenizer": part}) == split
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    spelled = json.loads(tokenizer.to_str()) | {"pre_tokenizer": part}
+    loaded = tokenizers.Tokenizer.from_str(json.dumps(spelled)).pre_tokenizer
+    pieces = [text[begin:end] for _, (begin, end) in loaded.pre_tokenize_str(text)]
+    assert "".join(pieces) == text and pieces == get_split_rule(split).ascii.findall(text)
 
 
 # -- kills ---------------------------------------------------------------------------------------------------------------
