@@ -33,14 +33,7 @@ from trainer.contract.recipe import Recipe
 
 LARGEST = 1 << 28  # most bytes of a tokenizer.json
 # A tokenizer.json can make its library abort the process or take all memory. Therefore a process of its own tries it first.
-TRY_TOKENIZER = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-import tokenizers
-inner = tokenizers.Tokenizer.from_file(sys.argv[1])
-for text in ("", "a", "A b. C, d!  2024\\n" * 64, "\u00e4 \u6f22 \U0001f642 <|endoftext|>", "\\x00\\ufeff"):
-    inner.decode(inner.encode(text).ids)
-"""
+TRY_TOKENIZER = Path(__file__).with_name("try_tokenizer.py")
 TRY_SECONDS = 300.0
 
 
@@ -102,7 +95,7 @@ def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterato
 
 def _refuse_crashing_tokenizer(path: Path, option: str) -> None:
     """Raises: InputError if loading and using the tokenizer ends a process, or takes too much memory or time."""
-    command = [sys.executable, "-I", "-c", TRY_TOKENIZER, str(path)]
+    command = [sys.executable, "-I", str(TRY_TOKENIZER), str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TRY_SECONDS)
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]

@@ -67,7 +67,7 @@ class ConfigReader:
         if value is default and default is not MISSING:
             return value  # type: ignore[no-any-return]
         if type(value) not in (int, float) or not 1e-30 < value < 1e12:
-            raise self.unexpected(key, Message("models.positive", "a positive number"), value)
+            raise self.not_positive(key, value)
         return float(value)
 
     def number(self, key: str, default: float) -> float:
@@ -78,7 +78,7 @@ class ConfigReader:
         """true or false; ``default`` if it is missing. null is not true: it is refused where true is the default."""
         value = self.take(key, default)
         if self.is_null(key) and default is True:
-            raise self.unexpected(key, Message("models.truth", "true or false"), None)
+            value = None
         if type(value) is not bool:
             raise self.unexpected(key, Message("models.truth", "true or false"), value)
         return value
@@ -142,6 +142,9 @@ class ConfigReader:
 
     def missing(self, key: str) -> ModelFilesError:
         return ModelFilesError("models.missing_key", "{file}: key {key} is missing", file=self.where, key=key)
+
+    def not_positive(self, key: str, value: Any) -> ModelFilesError:
+        return self.unexpected(key, Message("models.positive", "a positive number"), value)
 
     def unexpected(self, key: str, expected: str, value: Any) -> ModelFilesError:
         return ModelFilesError(

@@ -311,7 +311,7 @@ def read_rope(
         "rope_parameters" if new is not None else "rope_scaling", new if new is not None else old or {}
     )
     if share not in (None, 1.0) and (reader.is_null("partial_rotary_factor") or inner.is_null("partial_rotary_factor")):
-        raise reader.unexpected("partial_rotary_factor", Message("models.positive", "a positive number"), None)
+        raise reader.not_positive("partial_rotary_factor", None)
     found: dict[str, Any] = {"rope_theta": read_one_value(reader, "rope_theta", inner, "rope_theta", theta)}
     found["rope_share"] = read_one_value(reader, "partial_rotary_factor", inner, "partial_rotary_factor", share or 1.0)
     if share is None and found["rope_share"] != 1.0:
