@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers as library_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from factory.core.errors import InputError
@@ -228,6 +228,10 @@ def test_texts_get_the_ids_of_the_library_and_of_transformers(families: dict[str
 @settings(deadline=None, max_examples=60)
 def test_any_text_gets_the_ids_of_the_library(families: dict[str, Loaded], name: str, text: str) -> None:
     family = families[name]
+    special = [token.content for token in family.library.get_added_tokens_decoder().values() if token.special]
+    assume(
+        not any(token in text for token in special)
+    )  # only the library makes a special token of a text that spells one
     assert family.here.encode(text) == family.library.encode(text, add_special_tokens=False).ids
 
 
