@@ -80,11 +80,11 @@ def test_a_segment_with_graphs_leaves_the_same_files(
     monkeypatch.setattr("trainer.run.CudaGraphCapture", Called)
     save = SegmentRun.save
 
-    def stopping(run: SegmentRun) -> None:
+    def stopping(run: SegmentRun, is_last: bool = False) -> None:
         runs.append(run)
         if len(runs) == 2:
             raise KeyboardInterrupt
-        save(run)
+        save(run, is_last)
 
     with monkeypatch.context() as once:
         once.setattr(SegmentRun, "save", stopping)
