@@ -64,6 +64,9 @@ def run(out: Path, *words: str, **more: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr, out)
 
 
+IDLE = {"general_attention", "softcapped_cross_entropy"}  # ops that the measured models never call
+
+
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """All of it, once for the tests of this file."""
@@ -84,7 +87,9 @@ def test_every_part_runs_and_its_results_are_in_the_files(dry: Ran) -> None:
         document["none_run"] == ["attention/varlen", "attention/flex", "general_attention/flex"]
         and "| attention | flex | **none** |" in dry.report
     )
-    assert {(record["item"], record["op"]) for record in document["computing"]} >= {("1b bf16", op) for op in OPS}
+    assert {(record["item"], record["op"]) for record in document["computing"]} >= {
+        ("1b bf16", op) for op in OPS.keys() - IDLE
+    }
     assert "adamw: fused" in dry.report and "fallback" not in document["headline"]
     name = re.escape(document["facts"]["commit"]["value"][:7]) + "(-changed)?"
     assert sorted(path.suffix for path in dry.out.iterdir()) == [".json", ".jsonl", ".log", ".md"]
