@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,12 +107,14 @@ def plan_continuing(
     frozen: Sequence[str],
     targets: list[str] | None,
 ) -> Continued:
-    """Raises: TrainerError."""
+    """What fits. ``source``: a model's folder, its config.json, or a .gguf file. Raises: TrainerError or ImportRefusedError."""
+    from factory.training.gguf_source import is_gguf, open_gguf_config
     from trainer.contract.plan.continuing import find_fit, list_training_ways
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.weight_files import compare_weights
 
-    public = read_config(source, context)
+    with open_gguf_config(source) if is_gguf(source) else nullcontext(source) as folder:
+        public = read_config(folder, context)
     files = compare_weights(public, source) if source.is_dir() else None
     ways = list_training_ways(public.spec, rank, frozen, targets)
     fits = [find_fit(public.spec, way, place, public.longest_context) for place in devices for way in ways]

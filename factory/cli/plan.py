@@ -38,7 +38,7 @@ def plan(
     recipe: Annotated[str, typer.Option(help="Instead of --params, a recipe: its file, or its name in policies/recipes/.")] = "",
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Instead of --params, a public model: its Hugging Face folder or config.json. Says what fits to continue it."),
+        typer.Option("--from", help="Instead of --params, a public model: its folder, config.json or .gguf file. Says what fits to continue it."),
     ] = None,
     lora: Annotated[int | None, typer.Option(help="With --from, the rank of LoRA and DoRA adapters (default: 16).")] = None,
     targets: Annotated[

@@ -19,9 +19,9 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.presets.new_workspace import install_tokenizer, open_tokenizer, refuse_code_without_trainer
-from factory.presets.presets import Hardware, explain_why_recipe_is_too_large
+from factory.presets.presets import Hardware, estimate_memory_here, explain_why_recipe_is_too_large
 from factory.release.imported_release import release_imported_model
-from factory.training.continuing_recipe import make_continuing_recipe, make_recipe_name
+from factory.training.continuing_recipe import MICRO_TOKENS, make_continuing_recipe, make_recipe_name
 from factory.training.exporting import export_candidate
 from factory.training.import_source import ImportRefusedError, ImportSource
 from factory.training.importing import (
@@ -38,6 +38,10 @@ from trainer.contract.recipe import Recipe
 
 # Filters of the domain 'replay': wide, because its documents may be of any kind, such as code and chats.
 REPLAY_RULES = {"min_alphabetic": 0.2, "max_line": 20_000}
+# A training takes at most this share of a device's memory if a smaller micro-batch achieves it, because the judge and the kernels' timing need
+# memory at the same time.
+USUAL_SHARE = 0.5
+SHORTEST_CONTEXT = 128  # that a refusal advises
 
 
 @dataclass(frozen=True)
@@ -134,33 +138,72 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
     name = make_recipe_name(source.name)
     if (shipped / "recipes" / f"{name}.yaml").exists():
         name = f"{name}-imported"
-    made = make_continuing_recipe(
-        name, source.spec, source.dtype, source.name, options.context or None, replay=options.replay is not None
-    )
-    try:
-        recipe = Recipe.parse(read_yaml(made.text, f"{name}.yaml", RecipeError), f"{name}.yaml")
-    except RecipeError as error:
-        raise ImportRefusedError(
-            "imported_workspace.recipe",
-            "--from: this factory cannot train {model}: {reason}",
-            model=source.name,
-            reason=error.message,
-        ) from None
-    if not options.force and (why := explain_why_recipe_is_too_large(recipe, Hardware.of_this_machine())):
+    machine = Hardware.of_this_machine()
+    text, recipe = _write_recipe(name, options, source, machine)
+    if not options.force and (why := explain_why_recipe_is_too_large(recipe, machine)):
+        shorter = _find_fitting_context(recipe, machine)
         raise InputError(
             "imported_workspace.too_large",
-            "--from: this machine is too small to train {model}. {reason} If another machine will train the model, add '--force'.",
-            model=source.name, reason=why,
+            "--from: this machine is too small to train {model}. {reason} {advice} If another machine will train the model, add '--force'.",
+            model=source.name,
+            reason=why,
+            advice=Message("imported_workspace.shorter", "It fits with '--context {context}'.", context=shorter)
+            if shorter
+            else Message(
+                "imported_workspace.ways", "'factory plan --from {place}' says whether LoRA or frozen weights fit.", place=options.place
+            ),
         )  # fmt: skip
     refuse_full_disk(next(folder for folder in (root, *root.parents) if folder.is_dir()), source)
     own = root / "policies" / "data.yaml"
-    text = (own if own.exists() else shipped / "data.yaml").read_text(encoding="utf-8")
-    data = set_yaml_value(text, ("tokenizer", "vocab_size"), source.spec.vocab_size)
+    policy = (own if own.exists() else shipped / "data.yaml").read_text(encoding="utf-8")
+    data = set_yaml_value(policy, ("tokenizer", "vocab_size"), source.spec.vocab_size)
     if options.replay is not None:
         data = set_yaml_value(data, ("replay_corpus",), str(options.replay.expanduser().resolve()))
         for key, value in REPLAY_RULES.items():
             data = set_yaml_value(data, ("domains", REPLAY_DOMAIN, key), value)
-    return name, {f"recipes/{name}.yaml": made.text, "data.yaml": data}
+    return name, {f"recipes/{name}.yaml": text, "data.yaml": data}
+
+
+def _write_recipe(name: str, options: ImportOptions, source: ImportSource, machine: Hardware) -> tuple[str, Recipe]:
+    """The recipe's text, and what it says: with the largest micro-batch that leaves memory for the rest of the factory, or else with one row."""
+    tokens = MICRO_TOKENS
+    while True:
+        made = make_continuing_recipe(
+            name,
+            source.spec,
+            source.dtype,
+            source.name,
+            options.context or None,
+            replay=options.replay is not None,
+            micro_tokens=tokens,
+        )
+        try:
+            recipe = Recipe.parse(read_yaml(made.text, f"{name}.yaml", RecipeError), f"{name}.yaml")
+        except RecipeError as error:
+            raise ImportRefusedError(
+                "imported_workspace.recipe",
+                "--from: this factory cannot train {model}: {reason}",
+                model=source.name,
+                reason=error.message,
+            ) from None
+        try:
+            fits = estimate_memory_here(recipe, machine) <= USUAL_SHARE * machine.device_memory
+        except RecipeError:  # the machine's GPUs cannot share a step, which no smaller micro-batch changes
+            fits = True
+        if fits or recipe.batch.micro_sequences == 1:
+            return made.text, recipe
+        tokens //= 2
+
+
+def _find_fitting_context(recipe: Recipe, machine: Hardware) -> int:
+    """The longest of the halved contexts with which a recipe fits on a machine; 0 if none does."""
+    context = recipe.model.context // 2
+    while context >= SHORTEST_CONTEXT:
+        model = recipe.model.model_copy(update={"context": context})
+        if not explain_why_recipe_is_too_large(recipe.model_copy(update={"model": model}), machine):
+            return context
+        context //= 2
+    return 0
 
 
 def _refuse_other_replay(workspace: Workspace, options: ImportOptions) -> None:

@@ -56,6 +56,11 @@ class Hardware:
             gpus = tuple(float(torch.cuda.get_device_properties(number).total_memory) for number in devices)
         return cls(gpus, memory, max(1, len(gpus)))
 
+    @property
+    def device_memory(self) -> float:
+        """Bytes of the smallest GPU, or of main memory if there is no GPU."""
+        return min(self.gpus, default=self.memory)
+
     def __str__(self) -> str:
         if self.gpus:
             return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)} of {min(self.gpus) / GB:.0f} GB"
@@ -78,6 +83,12 @@ def estimate_memory_per_device(recipe: Recipe, ranks: int, device_bytes: float, 
     return sum_bytes(parts)
 
 
+def estimate_memory_here(recipe: Recipe, machine: Hardware) -> float:
+    """Return the bytes that each GPU of a machine needs for a recipe; of main memory if there is no GPU. Raises: RecipeError as above."""
+    itemsize = 2 if machine.gpus and recipe.precision != "fp32" else 4
+    return estimate_memory_per_device(recipe, machine.ranks, machine.device_memory, itemsize)
+
+
 def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gpus: int = 0) -> str:
     """Return why a machine cannot train a recipe; '' if it can. ``preset_gpus``: the number of GPUs that the recipe's preset is made for."""
     if preset_gpus and not machine.gpus:
@@ -89,11 +100,8 @@ def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gp
             size=size / GB,
             machine=str(machine),
         )
-    there = min(machine.gpus, default=machine.memory)
     try:
-        size = estimate_memory_per_device(
-            recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4
-        )
+        size = estimate_memory_here(recipe, machine)
     except RecipeError as error:
         return Message(
             "presets.not_shareable",
@@ -101,7 +109,7 @@ def explain_why_recipe_is_too_large(recipe: Recipe, machine: Hardware, preset_gp
             machine=str(machine),
             reason=error,
         )
-    if size <= there:
+    if size <= machine.device_memory:
         return ""
     return Message(
         "presets.needs_memory",

@@ -33,7 +33,7 @@ RATE_COMMENT = Message(
     "# The rate of continuing: arXiv 2403.08763 (re-warming), 2005.14165 Table 2.1 (rate by size), 2205.10287 (square root of the batch).",
 )
 STEP_TOKENS = 16_384  # of a batch
-MICRO_TOKENS = 4_096  # of a forward and backward pass
+MICRO_TOKENS = 4_096  # at most, of a forward and backward pass
 USUAL_CONTEXT = 2_048  # positions in a row, if the model allows more
 REPLAY_SHARE = 0.25  # of the tokens, as for data that are far from the old ones (arXiv 2403.08763 §6)
 SCHEDULE = {"warmup_steps": 20, "trunk_steps": {"first": 200, "later": 100}, "anneal_steps": 50}
@@ -66,11 +66,18 @@ def compute_continuing_rate(weights: float, step_tokens: int) -> float:
 
 
 def make_continuing_recipe(
-    name: str, spec: ModelSpec, dtype: str, source: str, context: int | None = None, replay: bool = False
+    name: str,
+    spec: ModelSpec,
+    dtype: str,
+    source: str,
+    context: int | None = None,
+    replay: bool = False,
+    micro_tokens: int = MICRO_TOKENS,
 ) -> ContinuingRecipe:
     """The recipe of an imported model. ``dtype``: of its weights, by torch's name. ``source``: where it is from, for a comment.
 
     ``context``: positions in a row; None: as many as the model allows, at most ``USUAL_CONTEXT``. ``replay``: give the domain 'replay' its share.
+    ``micro_tokens``: at most so many tokens in a micro-batch, which has one row at least.
     """
     allowed = spec.context
     rows = min(allowed, context or USUAL_CONTEXT)
@@ -79,7 +86,7 @@ def make_continuing_recipe(
     model = {key: value for key, value in model.items() if fields[key].is_required() or value != fields[key].default}
     sequences = max(4, STEP_TOKENS // rows)
     micro = next(
-        size for size in range(sequences, 0, -1) if sequences % size == 0 and (size * rows <= MICRO_TOKENS or size == 1)
+        size for size in range(sequences, 0, -1) if sequences % size == 0 and (size * rows <= micro_tokens or size == 1)
     )
     rate = float(f"{compute_continuing_rate(spec.parameters, sequences * rows):.2g}")
     weights = {"*": 1.0 - REPLAY_SHARE, REPLAY_DOMAIN: REPLAY_SHARE} if replay else {"*": 1.0}

@@ -42,16 +42,9 @@ def open_gguf(place: Path, advance: Advance = lambda share, note: None) -> Itera
     Raises: ImportRefusedError for a file that transformers cannot read, or a model that cannot be imported; DiskFullError; IsolationError.
     """
     place = place.expanduser().resolve()
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportRefusedError(
-            "gguf_source.no_library",
-            "--from: reading .gguf files needs the package gguf. Install it: pip install 'gguf>=0.19'",
-        )
+    _refuse_other_file(place)
     before = sign_file(place)
     with open(place, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ImportRefusedError("gguf_source.not_gguf", "--from: {file} is not a GGUF file.", file=place)
-        file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     size = before[0]
     with tempfile.TemporaryDirectory(prefix="factory-gguf-") as name:
@@ -62,26 +55,8 @@ def open_gguf(place: Path, advance: Advance = lambda share, note: None) -> Itera
                 folder=name, file=place, size=8 * size / 1e9,
             )  # fmt: skip
         advance(0.0, str(Message("gguf_source.reads", "transformers reads {file}", file=place.name)))
-        limits = SandboxLimits(
-            wall_seconds=BASE_SECONDS + SECONDS_A_GB * size / 1e9, memory=BASE_MEMORY + 2 * LARGEST_RATIO * size, file=LARGEST_RATIO * size,
-            output=LARGEST_RATIO * size + (1 << 28),
-        )  # fmt: skip
-        done = run_in_sandbox(
-            [sys.executable, "-I", str(INSIDE), str(place), str(out)],
-            output=out,
-            readonly=[INSIDE, place],
-            limits=limits,
-        )
-        if not done.ok:
-            raise ImportRefusedError(
-                "gguf_source.unreadable",
-                "--from: transformers cannot read {file}: {reason}",
-                file=place,
-                reason=done.describe_ending(),
-            )
+        facts = _read_in_sandbox(place, size, out)
         remove_path(out / "cache")
-        facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
-        remove_path(out / "facts.json")
         _refuse_losses(place, facts)
         if facts["tokenizer"] == BYTE_LEVEL:
             _set_split(place, out / "tokenizer.json", facts["pre"])
@@ -91,6 +66,56 @@ def open_gguf(place: Path, advance: Advance = lambda share, note: None) -> Itera
                 "gguf_source.changed", "--from: {file} changed while it was read. Import it again.", file=place
             )
         yield source.copy_as_file(place, sha256)
+
+
+@contextmanager
+def open_gguf_config(place: Path) -> Iterator[Path]:
+    """A temporary folder with the config.json of a .gguf file, made of its head alone, during the block.
+
+    Raises: ImportRefusedError for a file that transformers cannot read, or a key that it would lose; IsolationError.
+    """
+    place = place.expanduser().resolve()
+    _refuse_other_file(place)
+    with tempfile.TemporaryDirectory(prefix="factory-gguf-") as name:
+        out = Path(name) / "model"
+        _refuse_losses(place, _read_in_sandbox(place, place.stat().st_size, out, "--config"))
+        yield out
+
+
+def _refuse_other_file(place: Path) -> None:
+    """Raises: ImportRefusedError for a file that is not GGUF, or if the library that reads it is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportRefusedError(
+            "gguf_source.no_library",
+            "--from: reading .gguf files needs the package gguf. Install it: pip install 'gguf>=0.19'",
+        )
+    with open(place, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ImportRefusedError("gguf_source.not_gguf", "--from: {file} is not a GGUF file.", file=place)
+
+
+def _read_in_sandbox(place: Path, size: int, out: Path, *options: str) -> dict[str, Any]:
+    """Let transformers write a file of ``size`` bytes as a folder. Returns what the process saw. Raises: ImportRefusedError, IsolationError."""
+    limits = SandboxLimits(
+        wall_seconds=BASE_SECONDS + SECONDS_A_GB * size / 1e9, memory=BASE_MEMORY + 2 * LARGEST_RATIO * size, file=LARGEST_RATIO * size,
+        output=LARGEST_RATIO * size + (1 << 28),
+    )  # fmt: skip
+    done = run_in_sandbox(
+        [sys.executable, "-I", str(INSIDE), str(place), str(out), *options],
+        output=out,
+        readonly=[INSIDE, place],
+        limits=limits,
+    )
+    if not done.ok:
+        raise ImportRefusedError(
+            "gguf_source.unreadable",
+            "--from: transformers cannot read {file}: {reason}",
+            file=place,
+            reason=done.describe_ending(),
+        )
+    facts: dict[str, Any] = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    remove_path(out / "facts.json")
+    return facts
 
 
 def _refuse_losses(place: Path, facts: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The sandboxed side of ``gguf_source``: transformers reads a .gguf file, and the model is saved as a folder with fp32 safetensors.
 
-It is run as ``python -I inside_gguf.py FILE OUT``, and imports nothing of the factory. The licence that the file names goes into a card.
+It is run as ``python -I inside_gguf.py FILE OUT``, and imports nothing of the factory. The licence that the file names goes into a card. With a third
+argument, ``--config``, it writes only config.json, of which the description of the model follows.
 ``facts.json`` says what transformers did not take from the file, because transformers itself passes over tensors and keys in silence.
 
 A separate file, because it runs alone in the sandbox.
@@ -88,11 +89,19 @@ def write_facts(out: str, **facts: Any) -> None:
         json.dump(facts, file, default=str)
 
 
-def main(path: str, out: str) -> None:
+def write_config(config: Any, class_name: str | None, out: str) -> None:
+    """Write config.json. The weights are no longer quantised, and the other keys name things: save_pretrained would refuse the model."""
+    named = {"architectures": [class_name]} if class_name else {}
+    keys = {key: value for key, value in config.to_diff_dict().items() if key not in NAMES and not key.startswith("_")}
+    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(keys | named, file)
+
+
+def main(path: str, out: str, config_only: bool) -> None:
     import gguf
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder, name = os.path.split(path)
     reader = gguf.GGUFReader(path)
@@ -102,6 +111,15 @@ def main(path: str, out: str) -> None:
         for key in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
         if key in fields
     }
+    architecture = str(said["general.architecture"])
+    begin = f"{architecture}."
+    values = {key.removeprefix(begin): field.contents() for key, field in fields.items() if key.startswith(begin)}
+    if config_only:
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        if (lost := find_lost_key(values, config)) is not None:
+            return write_facts(out, refused="key", name=begin + lost, value=str(values[lost]))
+        write_config(config, None, out)
+        return write_facts(out, refused="")
     licence = fields["general.license"].contents() if "general.license" in fields else ""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     tokenizer.save_pretrained(out)
@@ -114,18 +132,11 @@ def main(path: str, out: str) -> None:
     )
     if absent:
         return write_facts(out, refused="missing", name=absent[0], count=len(absent))
-    architecture = str(said["general.architecture"])
     if unread := list_unread_tensors([tensor.name for tensor in reader.tensors], model, architecture):
         return write_facts(out, refused="tensor", name=unread[0], count=len(unread))
-    begin = f"{architecture}."
-    values = {key.removeprefix(begin): field.contents() for key, field in fields.items() if key.startswith(begin)}
     if (lost := find_lost_key(values, model.config)) is not None:
         return write_facts(out, refused="key", name=begin + lost, value=str(values[lost]))
-    config = model.config.to_diff_dict() | {"architectures": [type(model).__name__]}
-    # The weights are no longer quantised, and the other keys name things. save_pretrained would refuse the model.
-    config = {key: value for key, value in config.items() if key not in NAMES and not key.startswith("_")}
-    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file)
+    write_config(model.config, type(model).__name__, out)
     weights = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
     save_file(weights, os.path.join(out, "model.safetensors"))
     if isinstance(licence, str) and licence:
@@ -135,4 +146,4 @@ def main(path: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], "--config" in sys.argv[3:])

@@ -19,6 +19,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from factory.cli.continuing_plan import describe_this_machine, plan_continuing
 from factory.core.errors import ConfigError, DiskFullError, FactoryError
 from factory.core.faults import is_disk_full
 from factory.core.progress import SILENT, SilentProgress
@@ -33,6 +34,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+from factory.presets.presets import Hardware, estimate_memory_here
 from factory.releasable.report import make_report
 from factory.release.gguf.writing import write_export_gguf, write_release_gguf
 from factory.release.releases import finish_interrupted_releases
@@ -207,6 +209,47 @@ def test_a_gguf_file_is_imported_with_the_bits_of_its_weights(
     with refused("gguf_source.unreadable"):
         make_imported_workspace(tmp_path / "none", ImportOptions(text), code_repository, SILENT)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("memory", "micro", "code"),
+    [
+        (1e9, 16, ""),
+        (40e6, 4, ""),  # half of it is between the needs of 4 and of 8 rows
+        (5e6, 1, ""),  # half of it is too little for one row, but one row fits
+        (3e6, None, "imported_workspace.shorter"),
+        (1e6, None, "imported_workspace.ways"),
+    ],
+)
+def test_a_machines_memory_sets_the_micro_batch_and_too_little_is_refused_with_what_would_fit(
+    memory: float,
+    micro: int | None,
+    code: str,
+    model: Path,
+    make: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware((), memory, 1))
+    if micro is not None:
+        recipe = load_recipe(opened(Path(make(model)["workspace"])).workspace)
+        assert recipe.batch.micro_sequences == micro
+        assert estimate_memory_here(recipe, Hardware((), memory, 1)) <= memory * (0.5 if micro > 1 else 1.0)
+        return
+    with refused("imported_workspace.too_large") as error:
+        make(model)
+    advice = error.value.data["advice"]
+    assert advice.code == code
+    if context := advice.data.get("context"):
+        assert make(model, context=context)["release"] == 0
+
+
+@pytest.mark.slow("transformers starts in the sandbox to read the file")
+def test_the_plan_of_a_gguf_file_is_that_of_its_folder(isolates: None, model: Path, small_gguf: Path) -> None:
+    of_file, of_folder = (
+        plan_continuing(place, None, [describe_this_machine()], 4, (), None).to_json() for place in (small_gguf, model)
+    )
+    assert of_file["model"] | {"norm_eps": 0} == of_folder["model"] | {"norm_eps": 0}
+    assert of_file["fits"] == of_folder["fits"] and of_file["files"] is None
 
 
 def rewrite_gguf(file: Path, out: Path, change: dict[str, Any]) -> Path:
