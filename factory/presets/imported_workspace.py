@@ -70,6 +70,7 @@ def make_imported_workspace(
             progress.task(Message("imported_workspace.reads", "read {place}", place=options.place.name), 1)
         )
         source = held.enter_context(open_import_source(options.place, task.advance))
+        task.advance(0.0, str(Message("imported_workspace.tries", "trying its tokenizer")))
         tokenizer = held.enter_context(open_tokenizer(source.folder, "--from"))
         if tokenizer.vocab_size > source.spec.vocab_size:
             raise ImportRefusedError(

@@ -60,7 +60,10 @@ ONLY_TIME = {
     ("factory/gates/patch/stages/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
     ("factory/demo/import_demo.py", "os.rename(aside, folder)"): "a corpus that is made again",
-    ("factory/demo/public_model.py", "(aside / WHEEL).rename(cache / WHEEL)"): "a download, whose hash is checked",
+    (
+        "factory/demo/public_model.py",
+        "(aside / wheel.file).rename(cache / wheel.file)",
+    ): "a download, whose hash is checked",
     ("factory/demo/public_model.py", "aside.rename(target)"): "a file that is unpacked again",
     ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
     ("factory/retrying/failure_waits.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",

