@@ -257,7 +257,7 @@ def make_demo_recipe(plant: Plant, size: ContinuingSize | None) -> dict[str, Any
     plan = read_import_plan(plant.ledger, row.id)
     spec = ModelSpec.model_validate(plan["spec"])
     raw: dict[str, Any] = yaml.safe_load(
-        make_continuing_recipe(plant.workspace.config.recipe, spec, plan["dtype"], plan["name"], CONTEXT).text
+        make_continuing_recipe(plant.workspace.config.recipe, spec, row.recipe_json, plan["name"], CONTEXT).text
     )
     raw["mixture"]["weights"] = {"docs": 1 - ENGLISH_SHARE, "english": ENGLISH_SHARE}
     raw["batch"] = {"sequences": ROWS, "micro_sequences": ROWS}

@@ -135,7 +135,7 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
     if (shipped / "recipes" / f"{name}.yaml").exists():
         name = f"{name}-imported"
     made = make_continuing_recipe(
-        name, source.spec, source.dtype, source.name, options.context or None, replay=options.replay is not None
+        name, source.spec, source.dtype_keys, source.name, options.context or None, replay=options.replay is not None
     )
     try:
         recipe = Recipe.parse(read_yaml(made.text, f"{name}.yaml", RecipeError), f"{name}.yaml")
