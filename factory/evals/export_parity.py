@@ -150,6 +150,7 @@ def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         found[name] = digest.hexdigest()
+        del tensor  # before the next one is made
     return found
 
 

@@ -43,11 +43,8 @@ LATER: dict[str, Any] = {
 
 def _must_rise(key: str, step: str) -> Message:
     return Message(
-        "recipe.must_rise",
-        "each {step} in {key} must be larger than the {step} of the entry before it",
-        key=key,
-        step=step,
-    )
+        "recipe.must_rise", "each {step} in {key} must be larger than the {step} of the entry before it", key=key, step=step
+    )  # fmt: skip
 
 
 def _only_with(key: str, kind: str) -> Message:

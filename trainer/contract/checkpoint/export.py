@@ -100,7 +100,10 @@ def _replace_numbers(name: str) -> str:
 def convert_tensors(model: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's. Raises: CheckpointError for a weight that is too large for its dtype."""
     for name, tensor in _iterate_checked(model, recipe):
-        yield name, tensor.to(choose_dtype(name, recipe))
+        converted = tensor.to(choose_dtype(name, recipe))
+        del tensor
+        yield name, converted
+        del converted  # before the next one is made
 
 
 def _iterate_checked(model: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
