@@ -148,7 +148,9 @@ def add_missing_ops(workspace: Workspace) -> list[str]:
         return []
     changes = convert_edits_to_changes(modes, [(KERNELS, after)])
     try:
-        commit = make_commit(repository, live, changes, f"kernels.yaml names every op: {', '.join(added)}")
+        commit = make_commit(
+            repository, live, changes, Message("upgrade.commit", "kernels.yaml names {ops}", ops=added)
+        )
         assert commit is not None
         advance_branch(repository, live, commit)
     except RepositoryError as error:

@@ -88,13 +88,13 @@ def init(
             show_default=False,
         ),
     ] = None,
-    rate_finder: Annotated[
+    no_rate_finder: Annotated[
         bool,
         typer.Option(
-            "--rate-finder/--no-rate-finder",
-            help="With --from: search the learning rate by a short run before the first training.",
+            "--no-rate-finder",
+            help="With --from: keep the learning rate, instead of searching it by a short run before the first training.",
         ),
-    ] = True,
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing.
@@ -118,10 +118,10 @@ def init(
         from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 
         facts = make_imported_workspace(
-            where, ImportOptions(model, context, licence, force, replay, rate_finder), code, progress
+            where, ImportOptions(model, context, licence, force, replay, not no_rate_finder), code, progress
         )
         workspace = Workspace.open(Path(facts["workspace"]))
-    elif context or licence or replay or not rate_finder:
+    elif context or licence or replay or no_rate_finder:
         raise InputError(
             "model_loop.only_with_from",
             "--context, --licence, --replay and --no-rate-finder belong to --from. Add --from, or leave them out.",
@@ -247,14 +247,13 @@ def train(
             help="A key of the recipe's model that differs from the last segment's, such as rope_theta. Repeat the option for several keys."
         ),
     ] = None,
-    rate_finder: Annotated[
+    no_rate_finder: Annotated[
         bool,
         typer.Option(
-            "--rate-finder/--no-rate-finder",
-            help="Before the first training of an imported model, search its learning rate by a short run (default: as factory.yaml says).",
-            show_default=False,
+            "--no-rate-finder",
+            help="Keep the learning rate of an imported model, instead of searching it by a short run before its first training.",
         ),
-    ] = True,
+    ] = False,
 ) -> None:
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
@@ -280,7 +279,7 @@ def train(
             train_segment(plant, waiting)
 
         def plan() -> int:
-            find_rate_if_due(plant, steps, change or (), rate_finder)
+            find_rate_if_due(plant, steps, change or (), not no_rate_finder)
             return plan_trunk(plant, steps, change or ())
 
         train_segment(plant, call_and_repair_on_failure(plant, plan))
