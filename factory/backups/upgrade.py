@@ -8,9 +8,20 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 
+from agents.core.yaml_edit import set_yaml_value
 from factory.backups.backups import back_up_daily, copy_database, make_backup_timestamp
+from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import WorkspaceError
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.workspace import Workspace
+from factory.git.git_store import RepositoryError, make_commit
+from factory.git.repository import (
+    advance_branch,
+    convert_edits_to_changes,
+    get_live_commit,
+    read_file_modes,
+    read_file_text,
+)
 from factory.ledger.engine import get_sqlite_file
 from factory.ledger.journal import BACKUPS_FOLDER, create_triggers
 from factory.ledger.ledger import Ledger, meta, metadata
@@ -18,6 +29,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION, check_version
 from factory.training.segment_folder import write_folder_owner
+from kernels.contract.choice import AUTO, EVERY_OP, UNTUNED, read_device_section
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -107,4 +119,55 @@ def upgrade_workspace(workspace: Workspace, has_backup: bool = False) -> list[st
                     write_folder_owner(ledger, row)
             made.unlink(missing_ok=True)
             back_up_daily(Plant(workspace, ledger))
-        return done
+        return done + add_missing_ops(workspace)
+
+
+def add_missing_ops(workspace: Workspace) -> list[str]:
+    """Add ``op: auto`` to the live code's kernels.yaml for each op that the code has and a section does not name. Returns a line, or [].
+
+    An op that is not named runs its reference. The file is committed to the branch that is checked out, so that the next segment's certificate
+    compares both choices. If no branch can be moved, the line says what to add by hand.
+    """
+    repository = workspace.repository
+    try:
+        live = get_live_commit(repository)
+    except RepositoryError as error:
+        if is_machine_fault_unrelated_to_files(error):
+            raise
+        return []  # no git checkout: the code came with this factory
+    modes = read_file_modes(repository, live)
+    before = read_file_text(repository, live, KERNELS) if KERNELS in modes else ""
+    after, added = before, []
+    for device in UNTUNED:
+        section = read_device_section(before, device)
+        for op in EVERY_OP:
+            if section and op not in section and f"kernels/{op}/__init__.py" in modes:
+                after = set_yaml_value(after, (device, op), AUTO)
+                added.append(f"{device}.{op}")
+    if not added:
+        return []
+    changes = convert_edits_to_changes(modes, [(KERNELS, after)])
+    try:
+        commit = make_commit(
+            repository, live, changes, Message("upgrade.commit", "kernels.yaml names {ops}", ops=added)
+        )
+        assert commit is not None
+        advance_branch(repository, live, commit)
+    except RepositoryError as error:
+        if is_machine_fault_unrelated_to_files(error):
+            raise
+        return [
+            Message(
+                "upgrade.ops_missing",
+                "{file} in {repository} does not name {ops}, so these ops run their references. Add '{choice}' for each, and commit the file. "
+                "The upgrade could not: {reason}",
+                file=KERNELS, repository=repository, ops=added, choice=AUTO, reason=error.message,
+            )
+        ]  # fmt: skip
+    return [
+        Message(
+            "upgrade.ops_added",
+            "{file} in {repository} now names {ops} as '{choice}', in commit {commit:.12}. Before, these ops ran their references",
+            file=KERNELS, repository=repository, ops=added, choice=AUTO, commit=commit,
+        )
+    ]  # fmt: skip

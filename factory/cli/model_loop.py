@@ -88,6 +88,13 @@ def init(
             show_default=False,
         ),
     ] = None,
+    no_rate_finder: Annotated[
+        bool,
+        typer.Option(
+            "--no-rate-finder",
+            help="With --from: keep the learning rate, instead of searching it by a short run before the first training.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running the command again changes nothing.
@@ -110,12 +117,14 @@ def init(
             )
         from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 
-        facts = make_imported_workspace(where, ImportOptions(model, context, licence, force, replay), code, progress)
+        facts = make_imported_workspace(
+            where, ImportOptions(model, context, licence, force, replay, not no_rate_finder), code, progress
+        )
         workspace = Workspace.open(Path(facts["workspace"]))
-    elif context or licence or replay:
+    elif context or licence or replay or no_rate_finder:
         raise InputError(
             "model_loop.only_with_from",
-            "--context, --licence and --replay belong to --from. Add --from, or leave them out.",
+            "--context, --licence, --replay and --no-rate-finder belong to --from. Add --from, or leave them out.",
         )
     else:
         workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
@@ -238,6 +247,13 @@ def train(
             help="A key of the recipe's model that differs from the last segment's, such as rope_theta. Repeat the option for several keys."
         ),
     ] = None,
+    no_rate_finder: Annotated[
+        bool,
+        typer.Option(
+            "--no-rate-finder",
+            help="Keep the learning rate of an imported model, instead of searching it by a short run before its first training.",
+        ),
+    ] = False,
 ) -> None:
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
@@ -246,6 +262,7 @@ def train(
     from factory.retrying.daemon_requests import refuse_while_paused
     from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.planning import plan_trunk
+    from factory.training.rate_finder import find_rate_if_due
 
     plant, terminal = open_plant(where)
     with plant.workspace.hold_lock(MODEL_LOOP):
@@ -260,7 +277,11 @@ def train(
                 )
             )
             train_segment(plant, waiting)
-        plan = lambda: plan_trunk(plant, steps, change or ())
+
+        def plan() -> int:
+            find_rate_if_due(plant, steps, change or (), not no_rate_finder)
+            return plan_trunk(plant, steps, change or ())
+
         train_segment(plant, call_and_repair_on_failure(plant, plan))
 
 

@@ -104,7 +104,7 @@ def upgrade(
 
     Stop 'factory run' first. The ledger gets this version's schema. An SQLite ledger is copied to backups/ first. To go back, copy that
     file to its old place and use the older factory. A PostgreSQL ledger is not copied: make a backup with pg_dump, and then add
-    --i-have-a-backup.
+    --i-have-a-backup. Ops that the code has and its kernels.yaml does not name are added there as 'auto'.
     """
     from factory.backups.upgrade import upgrade_workspace as upgrade_workspace
 

@@ -52,6 +52,8 @@ class WorkspaceConfig:
     """The git repository with the training code that agents patch, relative to the workspace; by default the factory's own."""
     import_from: str = ""
     """The folder or .gguf file whose model 'factory init --from' imports before anything is trained; '': the factory's models begin anew."""
+    find_rate: bool = True
+    """Whether the learning rate of an imported model is searched by a short run before its first training, as 'factory tune --rate' does."""
     ledger_url: str = ""
     """The ledger's SQLAlchemy address; by default an SQLite file of the workspace."""
     mlflow_uri: str = ""

@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from factory.corpus.shards import Documents, make_document, write_shard
+from factory.corpus.shards import Documents, draw_share, make_document, write_shard
 
-DOMAIN = "english"
+DOMAIN, UNTRAINED = "english", "untrained-english"
+UNTRAINED_SHARE = 0.35  # of the packages, whose text no training reads
 LICENCES = {
     "mit": "MIT", "mit license": "MIT", "apache-2.0": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache license 2.0": "Apache-2.0",
     "apache license, version 2.0": "Apache-2.0", "apache 2.0 license": "Apache-2.0", "bsd-3-clause": "BSD-3-Clause", "psf-2.0": "PSF-2.0",
@@ -25,14 +26,19 @@ PAGE = 1_000  # characters after which a document ends
 LETTERS = 0.75  # least share of letters and spaces in a paragraph
 
 
-def write_english_shard(path: Path) -> int:
-    """Write the corpus as a JSONL shard; returns the number of documents. The same packages give the same bytes."""
-    documents: Documents = {DOMAIN: []}
+def write_english_shards(trained: Path, untrained: Path) -> dict[str, int]:
+    """Write the corpus as two JSONL shards of the domains ``DOMAIN`` and ``UNTRAINED``; returns the number of documents of each.
+
+    A hash of a package's name decides, so that the documents of a package are in one domain. The same packages give the same bytes.
+    """
+    documents: Documents = {DOMAIN: [], UNTRAINED: []}
     for name, licence, text in read_descriptions():
+        domain = UNTRAINED if draw_share(name) < UNTRAINED_SHARE else DOMAIN
         for number, page in enumerate(_join_paragraphs(keep_prose(text))):
-            documents[DOMAIN].append(make_document(name, DOMAIN, number, licence, text=page))
-    write_shard(path, documents[DOMAIN])
-    return len(documents[DOMAIN])
+            documents[domain].append(make_document(name, domain, number, licence, text=page))
+    write_shard(trained, documents[DOMAIN])
+    write_shard(untrained, documents[UNTRAINED])
+    return {domain: len(found) for domain, found in documents.items()}
 
 
 def read_descriptions() -> Iterator[tuple[str, str, str]]:

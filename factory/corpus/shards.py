@@ -35,9 +35,11 @@ def write_corpus(folder: Path, progress: Progress, module_share: float = 1.0) ->
     files = list(list_source_files())
     with progress.task("the standard library as a corpus", total=len(files)) as task:
         for path, source in files:
-            module = read_module(path, source) if module_share >= 1 or _draw(f"share:{source}") < module_share else None
+            module = (
+                read_module(path, source) if module_share >= 1 or draw_share(f"share:{source}") < module_share else None
+            )
             if module:
-                shard = shards[_draw(source) < _LATER]
+                shard = shards[draw_share(source) < _LATER]
                 for domain, documents in _documents(module).items():
                     shard[domain] += documents
             task.advance()
@@ -84,12 +86,12 @@ def make_document(source: str, domain: str, number: int, licence: str = LICENSE,
     return {"id": f"{domain}/{source}/{number}", **content, "domain": domain, "source": source, "license": licence}
 
 
-def _draw(text: str) -> float:
+def draw_share(text: str) -> float:
     """Return a number in [0, 1) for a text."""
     return int.from_bytes(hashlib.sha256(f"corpus:{text}".encode()).digest()[:8], "big") / 2**64
 
 
 def write_shard(path: Path, documents: list[dict[str, Any]]) -> None:
     """Write documents as a JSONL shard, in an order that a hash of their names gives."""
-    documents.sort(key=lambda document: (_draw(document["id"]), document["id"]))
+    documents.sort(key=lambda document: (draw_share(document["id"]), document["id"]))
     write_atomically(path, "".join(json.dumps(document) + "\n" for document in documents))

@@ -1,8 +1,9 @@
 """``factory demo --from MODEL``: a public model is imported, trained further on Python's documentation, judged against itself, served and exported.
 
-The commands' own functions and the daemon's duties do the work. Scripted are only the text, the sizes and the question. The text has two domains,
+The commands' own functions and the daemon's duties do the work. Scripted are only the text, the sizes and the question. The text has three domains,
 and none is downloaded: ``docs``, the documentation of this Python's standard library, is what the model shall learn; ``english``, what the installed
-packages say about themselves, is what it must not forget, and a quarter of each batch. After a kill, the same command continues.
+packages say about themselves, is what it must not forget, and a quarter of each batch; ``untrained-english``, the same of other packages, is in no
+batch, and only measured: what the model forgets of text that nobody repeats. After a kill, the same command continues.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SERVE_SECONDS = 300.0  # for the engine to start, and for an answer
 COMPARED_TOKENS = 128  # whose logits are compared after the export
 # So many that a model of 135 million weights is measured in minutes by the judge's fp32 model on two cores. The shipped policy has 60 documents.
 EVALS = {
-    "documents_per_domain": 24, "dev_documents_per_domain": 8, "document_bytes": 768, "noise_documents_per_domain": 6,
+    "documents_per_domain": 24, "dev_documents_per_domain": 8, "document_bytes": 512, "noise_documents_per_domain": 6,
     "cloze_items_per_domain": 8, "chat_samples": 1, "parity_documents": 8,
 }  # fmt: skip
 SIZED = "cache/import-demo.json"  # the measured step and the chosen steps; written when the recipe is
@@ -135,8 +136,8 @@ def run_import_demo(folder: Path, terminal: Terminal, model: str, *, minutes: fl
 
 
 def _write_corpus(workspace: Workspace, terminal: Terminal) -> dict[str, Path]:
-    """Write the shards of the two domains once; returns them by name."""
-    from factory.corpus import write_corpus, write_english_shard
+    """Write the shards of the three domains once; returns them by name."""
+    from factory.corpus import write_corpus, write_english_shards
 
     folder = workspace.root / "cache" / "corpus"
     if not folder.exists():
@@ -144,9 +145,10 @@ def _write_corpus(workspace: Workspace, terminal: Terminal) -> dict[str, Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write_corpus(aside, terminal)
-        write_english_shard(aside / "english.jsonl")
+        write_english_shards(aside / "english.jsonl", aside / "untrained-english.jsonl")
         os.rename(aside, folder)
-    return {name: folder / f"{name}.jsonl" for name in ("docs-00", "docs-01", "english")}
+    names = ("docs-00", "docs-01", "english", "untrained-english")  # a demo that an older factory began has no last one
+    return {name: path for name in names if (path := folder / f"{name}.jsonl").exists()}
 
 
 def _compare_losses(workspace: Workspace, place: Path, english: Path, terminal: Terminal) -> list[str]:
@@ -179,7 +181,7 @@ def _read_texts(shard: Path) -> Iterable[str]:
 
 
 def _write_data_policy(workspace: Workspace) -> None:
-    """Hold out whole modules of the documentation, and enough documents of both domains for a verdict."""
+    """Hold out whole modules of the documentation, and enough documents of each domain for a verdict."""
     path = workspace.root / "policies" / "data.yaml"
     text = set_yaml_value(path.read_text("utf-8"), ("domains", "docs", "group"), "source")
     write_atomically(path, set_yaml_value(text, ("held_out", "share"), 0.1))
@@ -257,7 +259,7 @@ def make_demo_recipe(plant: Plant, size: ContinuingSize | None) -> dict[str, Any
     plan = read_import_plan(plant.ledger, row.id)
     spec = ModelSpec.model_validate(plan["spec"])
     raw: dict[str, Any] = yaml.safe_load(
-        make_continuing_recipe(plant.workspace.config.recipe, spec, plan["dtype"], plan["name"], CONTEXT).text
+        make_continuing_recipe(plant.workspace.config.recipe, spec, row.recipe_json, plan["name"], CONTEXT).text
     )
     raw["mixture"]["weights"] = {"docs": 1 - ENGLISH_SHARE, "english": ENGLISH_SHARE}
     raw["batch"] = {"sequences": ROWS, "micro_sequences": ROWS}

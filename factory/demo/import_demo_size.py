@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from factory.core.errors import InputError
 
 DEFAULT_MINUTES, LEAST_MINUTES, MOST_MINUTES = 15.0, 1.0, 600.0
-# Two models on two domains, in fp32. A token of a forward pass in fp32 takes about as long as one of a step in bf16.
+# Two models on three domains, in fp32. A token of a forward pass in fp32 takes about as long as one of a step in bf16.
 MEASURED_TOKENS = 40_000
 STARTS = 14  # starts of a program that imports torch: trainers, evaluator, engines
 TRUNK_SHARE = 0.75

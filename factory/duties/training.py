@@ -23,6 +23,7 @@ from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD
 from factory.training.planning import TrunkForecast, forecast_trunk, plan_anneal, plan_trunk
+from factory.training.rate_finder import find_rate_if_due
 from factory.training.training import run_segment
 from factory.training.tuning import tune_kernels_if_untuned
 from kernels.contract.message import Message
@@ -120,6 +121,7 @@ def _follows_from(state: DutyState) -> Any:
 
 def _plan_trunk(plant: Plant, _: None) -> None:
     tune_kernels_if_untuned(plant.workspace, plant.progress)
+    find_rate_if_due(plant)
     plan_trunk(plant)
 
 

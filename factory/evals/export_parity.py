@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
 from models.spec import ModelSpec
+from models.tensors import list_tensor_shapes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.export import (
     choose_export_dtype,
@@ -44,6 +46,7 @@ FIELDS = {
 }  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = {"_from_model_config", "transformers_version", "use_cache", *TOKEN_IDS}  # of generation_config.json
+HELD_BYTES = 32  # of memory for each value of the largest tensor, while LoRA's matrices are merged in fp64
 GREEDY = {"do_sample": False, "temperature": 0}  # transformers reads the first, vLLM the second
 
 Digests = dict[str, str]
@@ -94,11 +97,13 @@ def read_recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | Non
 
 
 def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
-    """Return the digest of every tensor that the export must hold. Raises: SegmentError; NoMemoryError."""
+    """Return the digest of every tensor that the export must hold. Memory holds one tensor. Raises: SegmentError; NoMemoryError."""
+    parsed = _recipe(recipe)
     try:
         files = checkpoints.read_manifest(checkpoint)["files"]
         names = [name for name in files if name.startswith("model") and name.endswith(".safetensors")]
-        needed, free = 2 * sum(files[name]["bytes"] for name in names), psutil.virtual_memory().available
+        largest = max(math.prod(shape) for shape in list_tensor_shapes(parsed.model).values())
+        needed, free = HELD_BYTES * largest, psutil.virtual_memory().available
         if needed > free:
             raise NoMemoryError(
                 "export_parity.no_memory", "{checkpoint}: hashing the weights needs {needed:,} MiB of memory, but only {free:,} MiB are free",
@@ -112,7 +117,7 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
                         "{file} does not have the SHA-256 that the manifest records",
                         file=checkpoint / name,
                     )
-        return _digests(convert_tensors(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
+        return _digests(convert_tensors(checkpoints.StoredTensors(checkpoint, "model"), parsed))
     except (TrainerError, OSError, KeyError) as error:
         if is_machine_fault_unrelated_to_files(error):
             raise
@@ -145,6 +150,7 @@ def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         found[name] = digest.hexdigest()
+        del tensor  # before the next one is made
     return found
 
 

@@ -19,6 +19,14 @@ class ImportedLicence:
     text: str = ""  # of the licence's file, if there is one
 
 
+RATE_FOUND = (
+    "rate_found"  # event when a range test found the learning rate for the first training: the fields of ``FoundRate``
+)
+RATE_NOT_SEARCHED = (
+    "rate_not_searched"  # event when it was not searched, or the test failed: {reason: a message as JSON}
+)
+
+
 def find_import(db: SqlReader) -> SegmentRow | None:
     """The segment of the imported model; None if the workspace has none."""
     return SegmentRow.find_first(db, "WHERE kind = :kind ORDER BY id", kind=IMPORT)

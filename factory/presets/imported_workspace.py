@@ -53,6 +53,7 @@ class ImportOptions:
     licence: str = ""  # that a person states; '': as the folder names it
     force: bool = False  # allow a model that is too large for this machine
     replay: Path | None = None  # a folder of documents that stand for what the model knew
+    find_rate: bool = True  # search the rate before the first training
 
 
 def make_imported_workspace(
@@ -90,6 +91,7 @@ def make_imported_workspace(
                 recipe=recipe,
                 repository=str(repository) if repository else "",
                 import_from=str(options.place.expanduser().resolve()),
+                find_rate=options.find_rate,
             )
             workspace = Workspace.create(root, config, policies)
         held.enter_context(workspace.hold_lock(MODEL_LOOP))
@@ -172,7 +174,7 @@ def _write_recipe(name: str, options: ImportOptions, source: ImportSource, machi
         made = make_continuing_recipe(
             name,
             source.spec,
-            source.dtype,
+            source.dtype_keys,
             source.name,
             options.context or None,
             replay=options.replay is not None,
@@ -238,6 +240,7 @@ def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source
     for option, asked, held in (
         ("--context", options.context or context, context),
         ("--licence", options.licence or None, recorded and recorded.name),
+        ("--no-rate-finder:", not options.find_rate or not workspace.config.find_rate, not workspace.config.find_rate),
     ):
         if asked is not None and held is not None and asked != held:
             raise ImportRefusedError(

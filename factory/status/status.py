@@ -13,6 +13,7 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import list_anomalies
 from factory.ledger.file_events import find_low_disk
+from factory.ledger.imported_model import RATE_FOUND, RATE_NOT_SEARCHED
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import SqlReader
 from factory.releasable.recorded_report import read_newest_report
@@ -47,6 +48,7 @@ def read_status_facts(workspace: Workspace) -> dict[str, Any]:
             "open_verdicts": list_open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
             "data_ahead": read_newest_trunk_forecast(db),
+            "rate": read_rate_facts(db),
             "releasable": read_newest_report(workspace, db),
             "disk": read_disk_facts(workspace, db, now),
             "spend": read_spending_facts(db, now),
@@ -69,6 +71,15 @@ def read_newest_trunk_forecast(db: SqlReader) -> dict[str, Any] | None:
     """The training that the data allowed when the daemon last looked: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
+    return None
+
+
+def read_rate_facts(db: SqlReader) -> dict[str, Any] | None:
+    """How the rate of an imported model's first training was chosen: ``at``, and ``found`` or ``reason``. None: there was no choice."""
+    sql = "SELECT at, kind, detail FROM events WHERE kind IN (:found, :other) ORDER BY id DESC LIMIT 1"
+    for row in db.read(sql, found=RATE_FOUND, other=RATE_NOT_SEARCHED):
+        known = {"found": row["detail"]} if row["kind"] == RATE_FOUND else {"reason": row["detail"]["reason"]}
+        return {"at": row["at"], **known}
     return None
 
 
@@ -152,6 +163,26 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _rate_lines(rate: dict[str, Any] | None) -> list[Message]:
+    if rate is None:
+        return []
+    if "reason" in rate:
+        return [
+            Message(
+                "status.rate_not_searched",
+                "rate      of the imported model's recipe, not searched: {reason}",
+                reason=Message.from_json(rate["reason"]),
+            )
+        ]
+    return [
+        Message(
+            "status.rate_found",
+            "rate      {rate:.1e}, found by a range test of {steps} steps in {seconds:.0f} s (before: {before:.1e})",
+            **{key: rate["found"][key] for key in ("rate", "steps", "seconds", "before")},
+        )
+    ]
+
+
 def _training_lines(found: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     if row := found["training"]:
@@ -173,6 +204,7 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
         )
         words += [tries] if row["attempts"] else []
         lines.append(f"training  segment {row['id']} ({row['kind']}): {', '.join(words)}")
+    lines += _rate_lines(found["rate"])
     ahead = found["data_ahead"]
     if not row and ahead and ahead["missing_tokens"]:
         lines.append(

@@ -7,6 +7,7 @@ again and with replay of earlier data comes near to training anew (arXiv 2403.08
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ RATE_COMMENT = Message(
     "continuing_recipe.rate",
     "# The rate of continuing: arXiv 2403.08763 (re-warming), 2005.14165 Table 2.1 (rate by size), 2205.10287 (square root of the batch).",
 )
+EXPORT_KEYS = ("export_dtype", "export_dtypes")
 STEP_TOKENS = 16_384  # of a batch
 MICRO_TOKENS = 4_096  # at most, of a forward and backward pass
 USUAL_CONTEXT = 2_048  # positions in a row, if the model allows more
@@ -68,13 +70,13 @@ def compute_continuing_rate(weights: float, step_tokens: int) -> float:
 def make_continuing_recipe(
     name: str,
     spec: ModelSpec,
-    dtype: str,
+    dtypes: Mapping[str, Any],
     source: str,
     context: int | None = None,
     replay: bool = False,
     micro_tokens: int = MICRO_TOKENS,
 ) -> ContinuingRecipe:
-    """The recipe of an imported model. ``dtype``: of its weights, by torch's name. ``source``: where it is from, for a comment.
+    """The recipe of an imported model. ``dtypes``: the keys for those of its weights. ``source``: where it is from, for a comment.
 
     ``context``: positions in a row; None: as many as the model allows, at most ``USUAL_CONTEXT``. ``replay``: give the domain 'replay' its share.
     ``micro_tokens``: at most so many tokens in a micro-batch, which has one row at least.
@@ -95,7 +97,10 @@ def make_continuing_recipe(
             Message("continuing_recipe.heading", "# An imported model, trained further: {source}", source=source),
             {"name": name, "seed": 1, "precision": "auto", "compile": True, "checkpoint_every": 50},
         ),
-        ("", {"export_dtype": "bf16" if dtype == "bfloat16" else "fp32"}),
+        (
+            Message("continuing_recipe.dtypes", "# An export has the dtypes of the imported model."),
+            {key: dtypes[key] for key in EXPORT_KEYS if dtypes.get(key)},
+        ),
         (
             Message("continuing_recipe.model", "# The shape is the imported model's. Another function is refused."),
             {"model": model},

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family
 from models.files.model_folder import INDEX, ONE_FILE, ModelSource, find_inside, open_model_folder
 from models.spec import ModelSpec
+from trainer.contract.checkpoint.export import TORCH_NAMES, make_dtype_keys
 
 OTHER_FILES = (
     "config.json",
@@ -87,10 +89,14 @@ class ImportSource:
         return self.model.family
 
     @property
+    def dtype_keys(self) -> dict[str, Any]:
+        """Keys of a recipe with which an export has the dtype of each tensor of the source."""
+        return make_dtype_keys(self.spec, self.family, self.model.dtypes)
+
+    @property
     def dtype(self) -> str:
-        """The type of all weights by torch's name; 'float32' if they differ."""
-        found = {*self.model.dtypes.values()}
-        return found.pop() if len(found) == 1 else "float32"
+        """The type of most weights by torch's name."""
+        return TORCH_NAMES[self.dtype_keys["export_dtype"]]
 
     def copy_as_file(self, file: Path, sha256: str) -> ImportSource:
         """The same model, identified by the one file from which its folder was made."""

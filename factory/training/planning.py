@@ -304,8 +304,11 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
             refuse_excessive_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
-def make_next_trunk_spec(plant: Plant, steps: int) -> dict[str, Any]:
-    """The content of segment.json of a first trunk segment of so many steps, without a row in the ledger. Raises: InputError without data."""
+def make_next_trunk_spec(plant: Plant, steps: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of segment.json of a first trunk segment of so many steps, without a row in the ledger. ``changes``: as for ``plan_trunk``.
+
+    Raises: InputError without data.
+    """
     from factory.git.repository import get_live_commit, read_file_text
 
     recipe = load_recipe(plant.workspace)
@@ -315,7 +318,8 @@ def make_next_trunk_spec(plant: Plant, steps: int) -> dict[str, Any]:
         raise InputError(
             "training.no_data", "The factory has no ingested shard. Ingest data first: 'factory ingest PATH'."
         )
-    refuse_changed_model(plant, recipe, parent)
+    refuse_changed_model(plant, recipe, parent, changes)
+    recipe = _accept_changes(recipe, changes)
     first = parent.last_step if parent else 0
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + steps, _licences(plant.workspace))
     commit = get_live_commit(plant.workspace.repository)
@@ -326,6 +330,14 @@ def make_next_trunk_spec(plant: Plant, steps: int) -> dict[str, Any]:
         "last_step": first + steps, "initial_checkpoint": parent and read_last_checkpoint(plant.ledger, parent.id)["path"],
         "code_commit": commit, "kernels": None,
     }  # fmt: skip
+
+
+def _accept_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with these changes named in it, because the trainer compares it with the checkpoint too."""
+    if not changes:
+        return recipe
+    accepted = sorted({*recipe.accept_changes, *changes})
+    return type(recipe).parse(recipe.model_dump(mode="json") | {"accept_changes": accepted})
 
 
 def _plan(
@@ -343,9 +355,7 @@ def _plan(
         refuse_rewound_segment(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
     notes: list[str] = [*refuse_changed_model(plant, recipe, parent, changes)]
-    if changes:  # the trainer compares the recipe with the checkpoint too
-        accepted = sorted({*recipe.accept_changes, *changes})
-        recipe = type(recipe).parse(recipe.model_dump(mode="json") | {"accept_changes": accepted})
+    recipe = _accept_changes(recipe, changes)
     first = parent.last_step if parent else 0
     overridden = find_recipe_override(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:

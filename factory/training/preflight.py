@@ -295,6 +295,7 @@ def make_small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
         "model": model.model_dump(),
         "adapt": adapt and adapt.model_dump(),
         "freeze": freeze,
+        "export_dtypes": {},
         "batch": {"sequences": SEQUENCES, "packing": recipe["batch"]["packing"]},
         "schedule": schedule,
         "stability": stability | {"skip_deviations": 1e9},

@@ -130,6 +130,10 @@ class Family:
             )  # fmt: skip
         return spec
 
+    def list_file_names(self, spec: ModelSpec) -> list[str]:
+        """The names of all tensors of the family's files, in their order."""
+        return [name for mapping in self.list_mappings(self.as_stored(spec)) for name in mapping.theirs]
+
     def find_differences(self, spec: ModelSpec) -> dict[str, tuple[Any, Any]]:
         """``{key: (in spec, in the family's files)}`` of what writing ``spec`` to a config.json and reading it back changes. Empty: the files can
         hold ``spec``. The key "" stands for a value that the files cannot have, with the reason."""

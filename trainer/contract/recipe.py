@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from trainer.contract.lora import AdaptRecipe, is_lora_tensor, refuse_impossible
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+FloatName = Literal["fp32", "bf16", "fp16"]
 AUTO = "auto"
 
 
@@ -32,6 +34,8 @@ LATER: dict[str, Any] = {
     "accept_changes": [],
     "adapt": None,
     "cuda_graphs": "auto",
+    "export_dtypes": {},
+    "export_shard_bytes": 50_000_000_000,
     "freeze": [],
     "stability.read_every": 1,
 }
@@ -39,11 +43,8 @@ LATER: dict[str, Any] = {
 
 def _must_rise(key: str, step: str) -> Message:
     return Message(
-        "recipe.must_rise",
-        "each {step} in {key} must be larger than the {step} of the entry before it",
-        key=key,
-        step=step,
-    )
+        "recipe.must_rise", "each {step} in {key} must be larger than the {step} of the entry before it", key=key, step=step
+    )  # fmt: skip
 
 
 def _only_with(key: str, kind: str) -> Message:
@@ -325,7 +326,12 @@ class Recipe(StrictSchema):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
-    export_dtype: Literal["fp32", "bf16"] = "fp32"
+    export_dtype: FloatName = "fp32"
+    # Tensors of an export with another dtype, by their names in its files, with wildcards. The first that matches counts.
+    export_dtypes: dict[str, FloatName] = {}
+    export_shard_bytes: Positive = (
+        50_000_000_000  # of a file of an export, as in transformers 5; a larger model has several files
+    )
     model: ModelSpec
     mixture: MixtureRecipe
     batch: BatchRecipe
@@ -381,9 +387,16 @@ class Recipe(StrictSchema):
     @model_validator(mode="after")
     def _can_be_exported(self) -> Recipe:
         try:
-            find_family_for_export(self.model)
+            family = find_family_for_export(self.model)
         except ModelFilesError as error:
             raise ValueError(error.message) from None
+        names = family.list_file_names(self.model) if self.export_dtypes else []
+        for pattern in self.export_dtypes:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    Message("recipe.exports_nothing", "export_dtypes: an export has no tensor named {pattern}. Its tensors are named like {names}",
+                        pattern=pattern, names=names[:3])
+                )  # fmt: skip
         return self
 
     @model_validator(mode="after")
@@ -414,24 +427,15 @@ class Recipe(StrictSchema):
             ranks = 1 if key in ("context", "d_model") or key.startswith("latent.") else split
             if size % (16 * ranks):
                 share = (
-                    Message(
-                        "recipe.split_over",
-                        " parallel.tensor splits this size over {ranks} ranks, and each part must also be a multiple of 16.",
-                        ranks=ranks,
-                    )
+                    Message("recipe.split_over", " parallel.tensor splits this size over {ranks} ranks, and each part must also be a multiple of 16.",
+                        ranks=ranks)
                     if ranks > 1
                     else ""
-                )
+                )  # fmt: skip
                 raise ValueError(
-                    Message(
-                        "recipe.fp8_size",
-                        "'precision: fp8' needs sizes that are multiples of 16, but model.{key} is {size}.{share} "
-                        "Change the size, or write 'precision: bf16'",
-                        key=key,
-                        size=size,
-                        share=share,
-                    )
-                )
+                    Message("recipe.fp8_size", "'precision: fp8' needs sizes that are multiples of 16, but model.{key} is {size}.{share} "
+                        "Change the size, or write 'precision: bf16'", key=key, size=size, share=share)
+                )  # fmt: skip
         return self
 
     @model_serializer(mode="wrap")

@@ -158,16 +158,16 @@ def _write(
     export: Path, aside: Path, spec: ModelSpec, plan: list[GgufTensor],
     about: dict[str, str | int], progress: Progress, kind: GgufType | None,
 ) -> GgufType:  # fmt: skip
-    """Write the whole file. Returns the type of its matrices."""
+    """Write the whole file. Returns the type of its matrices, or of most: without ``kind``, each tensor keeps its own."""
     import gguf
 
     files = ExportWeights(export)
     files.check_tensors(spec)
-    kind = kind or TYPE_OF_EXPORT[files.tensors["model.embed_tokens.weight"].dtype]
+    asked, kind = kind, kind or TYPE_OF_EXPORT[files.tensors["model.embed_tokens.weight"].dtype]
     writer = gguf.GGUFWriter(aside, find_llama_cpp_architecture_name(spec))
     _add_metadata(writer, spec, about, kind)
     add_vocabulary(writer, export, spec.vocab_size)
-    types = {part.name: _type_of(part, kind) for part in plan}
+    types = {part.name: _type_of(part, asked or _find_own_type(files, part, kind)) for part in plan}
     sizes = {part.name: _bytes(part.shape, types[part.name]) for part in plan}
     for part in plan:
         writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), sizes[part.name], types[part.name])
@@ -191,6 +191,12 @@ def _pad(out: BinaryIO) -> None:
     import gguf
 
     out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _find_own_type(files: ExportWeights, part: GgufTensor, usual: GgufType) -> GgufType:
+    """The type in which no weight of a tensor is rounded."""
+    own = {files.tensors[name].dtype for name in part.sources}
+    return TYPE_OF_EXPORT[own.pop()] if len(own) == 1 else GgufType.F32 if own else usual
 
 
 def _type_of(part: GgufTensor, kind: GgufType) -> gguf.GGMLQuantizationType:

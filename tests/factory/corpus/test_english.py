@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from factory.corpus import write_english_shard
-from factory.corpus.english import LICENCES, PAGE, keep_prose, read_descriptions
+from factory.corpus import write_english_shards
+from factory.corpus.english import DOMAIN, LICENCES, PAGE, UNTRAINED, keep_prose, read_descriptions
 
 SENTENCE = "This is a paragraph that a person wrote, and it says in plain words what the package is good for."
 
@@ -28,17 +28,22 @@ def test_code_tables_links_and_headings_are_left_out() -> None:
     assert found[0].endswith(SENTENCE)
 
 
-def test_the_shard_has_the_packages_that_this_python_runs_with(tmp_path: Path) -> None:
-    count = write_english_shard(tmp_path / "english.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "english.jsonl").read_text().splitlines()]
-    sources = Counter(row["source"] for row in rows)
-    assert len(rows) == count and {row["domain"] for row in rows} == {"english"}
-    assert {"pydantic", "typer", "transformers"} <= sources.keys(), "packages that the factory depends on"
-    assert sources.keys() <= {name for name, *_ in read_descriptions()}
-    assert {row["license"] for row in rows} <= set(LICENCES.values())
-    assert len({row["id"] for row in rows}) == count
-    long = [row for row in rows if len(row["text"]) >= PAGE]
-    assert len(long) >= count - len(sources), "only the last document of a package is shorter"
-    first = (tmp_path / "english.jsonl").read_bytes()
-    write_english_shard(tmp_path / "again.jsonl")
-    assert (tmp_path / "again.jsonl").read_bytes() == first
+def test_the_shards_have_the_packages_that_this_python_runs_with(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in (DOMAIN, UNTRAINED)}
+    counts = write_english_shards(files[DOMAIN], files[UNTRAINED])
+    rows = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    sources = {name: Counter(row["source"] for row in held) for name, held in rows.items()}
+    assert {name: len(held) for name, held in rows.items()} == counts
+    for name, held in rows.items():
+        assert {row["domain"] for row in held} == {name} and len({row["id"] for row in held}) == counts[name]
+        long = [row for row in held if len(row["text"]) >= PAGE]
+        assert len(long) >= counts[name] - len(sources[name]), "only the last document of a package is shorter"
+    assert not sources[DOMAIN].keys() & sources[UNTRAINED].keys(), "no package is in both domains"
+    everything = sources[DOMAIN] | sources[UNTRAINED]
+    assert {"pydantic", "typer", "transformers"} <= everything.keys(), "packages that the factory depends on"
+    assert everything.keys() <= {name for name, *_ in read_descriptions()}
+    assert {row["license"] for held in rows.values() for row in held} <= set(LICENCES.values())
+    assert len(sources[UNTRAINED]) > 24, "each half of the held-out documents has enough groups for an interval"
+    first = [file.read_bytes() for file in files.values()]
+    write_english_shards(*files.values())
+    assert [file.read_bytes() for file in files.values()] == first

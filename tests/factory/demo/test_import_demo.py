@@ -1,8 +1,9 @@
-"""``factory demo --from`` with a small random model of transformers: every step of the demo, by the command, and again after it has ended."""
+"""``factory demo --from`` with a small random model of transformers: killed while it trains, then every step by the command, and again at its end."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.demo.import_demo_size import LEAST_ANNEAL, LEAST_TRUNK, check_continuing_minutes, plan_continuing
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.ledger.status import read_status
-from tests.support.factory.command import factory
+from factory.training.planning import read_data_plan
+from tests.support.factory.command import Running, factory
 from tests.support.factory.own_data import passages
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.public_model import save_public_model
@@ -25,19 +29,32 @@ def test_a_small_model_goes_through_the_whole_demo(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_public_model(source, [one.text for one in passages()[::2]], vocab_size=1024, **sizes)
     words = ("demo", "--from", str(source), "--minutes", "1", "-w", str(home))
+    killed = Running(*words, log=tmp_path / "killed.log")
+    trains = lambda: any(file.stat().st_size for file in home.glob("segments/*-trunk/metrics.jsonl"))
+    try:
+        while not trains() and killed.poll() is None:
+            time.sleep(0.05)
+    finally:
+        killed.kill()
+    killed.wait()
+    assert trains(), killed.log.read_text()[-3000:]
     done = factory(*words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
-    facts = read_status(Workspace.open(home))
+    workspace = Workspace.open(home)
+    facts = read_status(workspace)
     assert [row["kind"] for row in facts["segments"]] == ["import", "trunk", "anneal"]
     zero, new = facts["candidates"]
     before, after = (json.loads(json.dumps(one["summary"]["bpb"])) for one in (zero, new))
-    assert before.keys() == after.keys() == {"docs", "english"}
-    for domain in before:
+    assert before.keys() == after.keys() == {"docs", "english", "untrained-english"}
+    for domain in ("docs", "english"):
         assert after[domain] < before[domain], "a random model gains by any training"
     assert new["verdict"]["outcome"] in ("promote", "hold"), new["verdict"]
-    for number in (before["docs"], after["docs"], before["english"], after["english"]):
+    for number in (*before.values(), *after.values()):
         assert f"{number:.4f}" in done.stdout, "the table has the ledger's numbers"
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
+    plans = [read_data_plan(ledger, SegmentRow.get(ledger, number))["weights"] for number in (2, 3)]
+    assert [set(weights) for weights in plans] == 2 * [{"docs", "english"}], "no batch has the third domain"
     assert (home / "cache" / "import-demo-losses.txt").read_text() in done.stdout.replace("\n  ", "\n")
 
     again = factory(*words)

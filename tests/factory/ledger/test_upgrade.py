@@ -12,18 +12,25 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 from alembic.script import ScriptDirectory
 
 from factory.backups.upgrade import MIGRATIONS, upgrade_workspace
+from factory.computing.tuned_kernels import KERNELS, open_live_kernels_file
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace, WorkspaceConfig
+from factory.git.repository import get_live_commit, read_file_text
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION
 from factory.training.segment_folder import is_owner_of_segment_folder, read_folder_owner
+from kernels.contract.choice import read_device_section, replace_auto
+from kernels.contract.message import Message
+from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
+from tests.support.git import git
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 
@@ -201,3 +208,60 @@ def test_a_postgresql_ledger_is_upgraded_only_if_a_person_confirms_a_backup(
         upgrade_workspace(workspace)
     assert len(upgrade_workspace(workspace, has_backup=True)) == 1 and upgrade_workspace(workspace) == []
     assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []
+
+
+# -- kernels.yaml ----------------------------------------------------------------------------------------------------------
+NEWER = ("general_attention", "softcapped_cross_entropy")
+
+
+@pytest.fixture
+def older_choice(tmp_path: Path) -> Workspace:
+    """An upgraded workspace whose code has ops that its kernels.yaml does not name, and one choice of a person."""
+    code = make_target(tmp_path / "code")
+    lines = (code / KERNELS).read_text().splitlines(keepends=True)
+    lines = [line.replace("swiglu: auto", "swiglu: reference") for line in lines if not line.strip().startswith(NEWER)]
+    (code / KERNELS).write_text("".join(lines))
+    git(code, "commit", "--quiet", "--all", "--message", "as it was before these ops")
+    workspace = Workspace.create(tmp_path / "workspace", WorkspaceConfig(recipe="tiny", repository=str(code)))
+    Ledger.create(workspace.ledger_url)
+    return workspace
+
+
+def test_an_upgrade_names_the_ops_that_an_old_kernels_file_lacks(older_choice: Workspace) -> None:
+    code = older_choice.repository
+    before, live = yaml.safe_load((code / KERNELS).read_text()), get_live_commit(code)
+    assert not any(op in section for section in before.values() for op in NEWER)
+    (line,) = upgrade_workspace(older_choice)
+    assert isinstance(line, Message) and line.code == "upgrade.ops_added"
+    assert line.data["ops"] == [f"{device}.{op}" for device in ("cpu", "cuda") for op in NEWER]
+    after = yaml.safe_load(read_file_text(code, get_live_commit(code), KERNELS))
+    assert after == {device: section | dict.fromkeys(NEWER, "auto") for device, section in before.items()}
+    assert yaml.safe_load((code / KERNELS).read_text()) == after and after["cpu"]["swiglu"] == "reference"
+    assert git(code, "rev-parse", "HEAD^") == live and git(code, "status", "--porcelain", "--untracked-files=no") == ""
+    with open_live_kernels_file(older_choice) as (_, text):
+        section = replace_auto(read_device_section(text, "cpu"))
+    assert [section[op] for op in NEWER] == ["blocks", "chunked"], "no longer the references"
+    assert upgrade_workspace(older_choice) == []
+
+
+@pytest.mark.parametrize("hold", ["no branch is checked out", "the file was edited"])
+def test_an_upgrade_says_what_to_add_where_it_cannot_commit(older_choice: Workspace, hold: str) -> None:
+    code, live = older_choice.repository, get_live_commit(older_choice.repository)
+    if hold == "the file was edited":
+        (code / KERNELS).write_text((code / KERNELS).read_text() + "# mine\n")
+    else:
+        git(code, "switch", "--quiet", "--detach")
+    text = (code / KERNELS).read_text()
+    (line,) = upgrade_workspace(older_choice)
+    assert (
+        isinstance(line, Message) and line.code == "upgrade.ops_missing" and "cpu.general_attention" in line.data["ops"]
+    )
+    assert get_live_commit(code) == live and (code / KERNELS).read_text() == text
+
+
+def test_an_upgrade_names_no_op_that_the_old_code_does_not_have(older_choice: Workspace) -> None:
+    code = older_choice.repository
+    git(code, "rm", "--quiet", "-r", "kernels/general_attention")
+    git(code, "commit", "--quiet", "--message", "older code")
+    (line,) = upgrade_workspace(older_choice)
+    assert isinstance(line, Message) and line.data["ops"] == [f"{device}.{NEWER[1]}" for device in ("cpu", "cuda")]

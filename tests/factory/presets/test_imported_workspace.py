@@ -541,7 +541,7 @@ def test_a_workspace_takes_no_second_model_and_no_model_beside_its_own_work(
         tensors["model.norm.weight"] += 1
 
     change_weights(own, change)
-    for options in ({"context": 16}, {"licence": "mit"}):
+    for options in ({"context": 16}, {"licence": "mit"}, {"find_rate": False}):
         with refused("imported_workspace.other_option"):
             make(model, **options)
     with refused("importing.other_model"):

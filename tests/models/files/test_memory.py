@@ -1,4 +1,4 @@
-"""Import and export hold one tensor at a time: the growth of a process's memory, measured on a model of 0.4 GB in shards."""
+"""Import, export and its check hold one tensor at a time: the growth of a process's memory, measured on a model of 0.4 GB in shards."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from models.adapters import FAMILIES, list_stored_tensors
 from models.files.safetensors_file import write_weights
 from models.spec import ModelSpec
+from tests.support.paths import ROOT
 
 # The embedding is beyond 32 MiB, below which C's allocator keeps what is freed.
 SPEC = ModelSpec(
@@ -21,14 +22,16 @@ SPEC = ModelSpec(
 LARGEST = SPEC.d_ff * SPEC.d_model * 4  # bytes in fp32 of each of an MLP's three matrices, which follow each other
 
 PROGRAM = """
-import json, sys
+import sys
 from pathlib import Path
+import json
 import torch
-from models.adapters import convert_to_files, list_stored_tensors
+from factory.evals.export_parity import hash_checkpoint_tensors
 from models.files.model_folder import open_model_folder
-from models.files.safetensors_file import iterate_safetensors, write_weights
 from models.tensors import list_tensor_shapes
-from trainer.contract.checkpoint.format import StoredTensors
+from tests.support.trainer.segments import recipe_with
+from trainer.contract.checkpoint.export import export_checkpoint
+from trainer.contract.checkpoint.format import write_imported_checkpoint
 
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -40,29 +43,23 @@ def grown(work):
     work()
     return memory("VmHWM") - before
 
-folder, checkpoint, out = map(Path, sys.argv[1:])
+folder, checkpoints, out = map(Path, sys.argv[1:])
 source = open_model_folder(folder)
 dict(zip(range(3), source.iterate_native()))  # what torch allocates once
-layout = {name: (torch.float32, shape) for name, shape in list_tensor_shapes(source.spec).items()}
-
-def write_checkpoint():
-    with open(checkpoint / "model.safetensors", "wb") as file:
-        for piece in iterate_safetensors(layout, source.iterate_native()):
-            file.write(piece)
-
-imported = grown(write_checkpoint)
-manifest = {"format": 2, "step": 0, "files": {"model.safetensors": {"bytes": 0, "sha256": ""}}}
-(checkpoint / "manifest.json").write_text(json.dumps(manifest))
-native = StoredTensors(checkpoint, "model")
-stored = list_stored_tensors(source.spec, source.family, lambda name: torch.bfloat16)
-exported = grown(lambda: write_weights(out, stored, convert_to_files(source.spec, source.family, native.__getitem__), 100_000_000))
-print(json.dumps({"imported": imported, "exported": exported}))
+recipe = recipe_with(export_dtype="bf16", export_shard_bytes=100_000_000).model_dump(mode="json") | {"model": source.spec.model_dump()}
+shapes = list_tensor_shapes(source.spec)
+work = {
+    "imported": lambda: write_imported_checkpoint(checkpoints, shapes, source.iterate_native(), {"recipe": recipe}),
+    "exported": lambda: export_checkpoint(checkpoints / "step-00000000", out),
+    "hashed": lambda: hash_checkpoint_tensors(checkpoints / "step-00000000", recipe),
+}
+print(json.dumps({name: grown(one) for name, one in work.items()}))
 """
 
 
-@pytest.mark.slow("it writes and reads 2 GB")
+@pytest.mark.slow("it writes and reads 3 GB")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures a process's peak memory")
-def test_import_and_export_hold_one_tensor_and_not_the_model(tmp_path: Path) -> None:
+def test_import_export_and_its_check_hold_one_tensor_and_not_the_model(tmp_path: Path) -> None:
     for name in ("source", "checkpoint", "out"):
         (tmp_path / name).mkdir()
     family = FAMILIES["llama"]
@@ -75,8 +72,10 @@ def test_import_and_export_hold_one_tensor_and_not_the_model(tmp_path: Path) -> 
     total = sum((tmp_path / "source" / name).stat().st_size for name in names)
     assert total > 3e8 and len(names) > 3
     paths = [str(tmp_path / name) for name in ("source", "checkpoint", "out")]
-    said = subprocess.run([sys.executable, "-c", PROGRAM, *paths], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", PROGRAM, *paths], capture_output=True, text=True, check=True, cwd=ROOT)
     grown = json.loads(said.stdout)
-    assert max(grown.values()) < 1.3 * LARGEST, (grown, LARGEST)
+    assert grown.keys() == {"imported", "exported", "hashed"}
+    assert max(grown["imported"], grown["exported"]) < 1.3 * LARGEST, (grown, LARGEST)
+    assert grown["hashed"] < 1.8 * LARGEST, "a tensor in fp32 and in bf16"
     for name in names:
         assert (tmp_path / "source" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()

@@ -29,6 +29,8 @@ NOT_VARIED = {
     "name": "the live recipe's",
     "seed": "drawn",
     "export_dtype": "read where a release is exported",
+    "export_dtypes": "read where a release is exported",
+    "export_shard_bytes": "read where a release is exported",
     "batch.max_padding": "read where a segment is planned",
     "mixture.anneal_weights": "in the data plan",
     "mixture.max_epochs": "in the data plan",
