@@ -110,7 +110,9 @@ def forecast(work: Work, way: str) -> float:
     trained = adapt(model, keys["adapt"]["kind"], RANK) if "adapt" in keys else freeze(model, keys.get("freeze", ()))
     itemsize = 2 if work.precision == "bf16" else 4
     layout = GpuLayout(1, micro_sequences=work.rows)
-    return sum_bytes(estimate_memory_parts(model, layout, 0.0, itemsize=itemsize, trained=trained))
+    return sum_bytes(
+        estimate_memory_parts(model, layout, 0.0, itemsize=itemsize, logit_rows=512, in_place=True, trained=trained)
+    )
 
 
 def train_once(folder: Path, way: str) -> Measured:
