@@ -2,7 +2,7 @@
 
 Only the optimiser's step changes weights and optimiser state. Therefore a thread copies them during the next step's forward and backward;
 only that step's update waits for the copy, which is usually done by then. The last save of a run on a CPU copies nothing, because no update
-follows.
+follows. Frozen weights are never copied (``UnchangedWeights``).
 
 A GPU copies to page-locked memory (``locked_memory``). That memory is made once, while the run compiles, and every save uses it.
 """
@@ -22,7 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract.checkpoint.format import Regions, Tensors, list_checkpoints, save_rank_share
+from trainer.contract.checkpoint.format import (
+    NOTHING_UNCHANGED,
+    Regions,
+    Tensors,
+    UnchangedWeights,
+    list_checkpoints,
+    save_rank_share,
+)
 from trainer.locked_memory import HostMemory
 
 ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
@@ -32,11 +39,21 @@ class CheckpointWriter:
     """Saves checkpoints in a thread, one at a time, and keeps the newest ``keep``.
 
     ``reserve``: bytes of host memory (``count_host_bytes``) to allocate before the first save, and to keep. On a GPU all saves use the same memory,
-    which is kept and grows if needed. On a CPU without ``reserve``, each save frees its memory.
+    which is kept and grows if needed. On a CPU without ``reserve``, each save frees its memory. ``unchanged``: weights that no save copies.
+    Their record is kept until the last save.
     """
 
-    def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1, reserve: int = 0) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        keep: int,
+        rank: int = 0,
+        ranks: int = 1,
+        reserve: int = 0,
+        unchanged: UnchangedWeights = NOTHING_UNCHANGED,
+    ) -> None:
         self.parent, self.keep, self.rank, self.ranks = parent, keep, rank, ranks
+        self.unchanged = unchanged
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._pool = ThreadPoolExecutor(1, "checkpoint", set_cuda_device, (device,))
         # Hashing and writing run at the lowest priority. The copy does not, because the step waits for it.
@@ -106,11 +123,14 @@ class CheckpointWriter:
             copied = contents if is_last and in_host_memory else copy_to_host(contents, memory, ready)
         finally:
             self._copied.set()
-        written = self._disk.submit(save_rank_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
+        written = self._disk.submit(
+            save_rank_share, self.parent, step, copied, regions, state, self.rank, self.ranks, self.unchanged
+        )
         path = written.result()
         if self.rank == 0:
             for _, old in list_checkpoints(self.parent)[: -self.keep]:
-                shutil.rmtree(old)
+                if is_last or old != self.unchanged.record:
+                    shutil.rmtree(old)
         return path
 
 

@@ -18,16 +18,17 @@ from kernels.contract.registry import bind_ops, find_implementations_in_use, lis
 from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter, count_host_bytes
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Regions, SkippedCheckpoint, Tensors
+from trainer.contract.checkpoint.format import NOTHING_UNCHANGED, Regions, SkippedCheckpoint, Tensors, UnchangedWeights
 from trainer.contract.checkpoint.model_function_changes import refuse_unaccepted_changes
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
-from trainer.contract.lora import AdaptRecipe, is_lora_tensor, merge_lora
+from trainer.contract.lora import is_lora_tensor
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import is_trained
 from trainer.cuda_graphs import CudaGraphCapture, GraphCapture, GraphReplayer, decide_use_of_graphs
+from trainer.frozen_weights import compute_crc, describe_unchanged, iterate_weights, open_weights, read_adapt_recipe
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
 from trainer.monitor.metrics import device_name, measure_peak_memory_bytes
@@ -73,9 +74,11 @@ class SegmentRun:
     """The state of a running segment. ``start``: the folder of the checkpoint to resume from; None: the weights are initialised."""
 
     def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
-        self.spec, self.ranks = spec, ranks
+        self.spec, self.ranks, self.start = spec, ranks, start
         recipe = self.recipe = spec.recipe
         dtype = DTYPES[recipe.precision]
+        # A start checkpoint has the frozen matrices unrounded, and saves take them from there.
+        frozen_dtype = torch.float32 if start is None else dtype
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
         idle = list_idle_ops(recipe.model.model_dump())
         ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback, idle)
@@ -83,11 +86,10 @@ class SegmentRun:
         self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape, idle)
         # on the meta device only if the model is distributed: leaving it, torch imports sympy, which takes half a second
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
+            share = recipe.stability.embedding_grad_share
             self.model = Decoder(
-                recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share, recipe.adapt
+                recipe.model, ops, dtype, ranks.tensor, share, recipe.adapt, recipe.freeze, frozen_dtype
             )
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(is_trained(name, recipe.adapt, recipe.freeze))
         if ranks.mesh is not None:
             from trainer.parallel.fsdp_sharding import shard_parameters
 
@@ -110,6 +112,7 @@ class SegmentRun:
             "seconds": 0.0,
         }
         self.at_start = dict(self.counters)
+        self.sums_at_start: dict[str, int] = {}  # CRC-32 of this rank's part of each frozen weight of ``start``
         self.skipped: list[SkippedCheckpoint] = []  # checkpoints of this segment that could not be loaded
         self.stop_asked = False
         self.writer: CheckpointWriter | None = None  # an update waits until the writer has copied the tensors
@@ -338,7 +341,7 @@ class SegmentRun:
         """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).
 
         The leader's part also has the tensors that are not split: buffers, counts of steps and the random state. Parameters and moments are not
-        copied: they are the tensors that training changes.
+        copied: they are the tensors that training changes. The weights of ``list_unchanged`` are not among them.
         """
         model: Tensors = {}
         optimizer: Tensors = {}
@@ -346,7 +349,8 @@ class SegmentRun:
         state = self.optimizer.state_tensors()
         for name, parameter in self.parameters.items():
             if is_first_rank_with_part(parameter):
-                model[name] = get_local_part(parameter)
+                if name not in self.sums_at_start:
+                    model[name] = get_local_part(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
                 optimizer |= {key: state[key] for key in keys if key in state}
         if self.ranks.is_leader:
@@ -360,7 +364,8 @@ class SegmentRun:
         AdamW has none.)"""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
-        held += [get_local_part(weight) for weight in self.parameters.values() if is_first_rank_with_part(weight)]
+        changing = [weight for name, weight in self.parameters.items() if name not in self.sums_at_start]
+        held += [get_local_part(weight) for weight in changing if is_first_rank_with_part(weight)]
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
             if is_first_rank_with_part(parameter):
@@ -370,6 +375,15 @@ class SegmentRun:
         if self.ranks.is_leader:
             held += [*self.model.buffers(), torch.get_rng_state()]
         return count_host_bytes(held)
+
+    def list_unchanged(self) -> UnchangedWeights:
+        """This rank's part of the frozen weights, as ``start`` has them. Without ``start``, there are none."""
+        if self.start is None or not self.sums_at_start:
+            return NOTHING_UNCHANGED
+        held = {name: self.parameters[name] for name in self.sums_at_start}
+        shapes = {n: tuple(get_local_part(held[n]).shape) for n in held if is_first_rank_with_part(held[n])}
+        weights = open_weights(self.start, self.recipe.adapt, self.find_tensor_regions())
+        return describe_unchanged(self.start, weights, self.sums_at_start, shapes)
 
     def find_tensor_regions(self) -> Regions:
         """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
@@ -387,17 +401,6 @@ class SegmentRun:
             {key: (region, held[key]) for key, region in self.find_tensor_regions().items() if key in held}, self.ranks
         )
 
-    def _read_weights(self, start: Path, adapted: AdaptRecipe | None, regions: Regions) -> Tensors:
-        """This rank's part of a checkpoint's weights. ``adapted``: how the checkpoint was trained. If this run is not trained in the same way, LoRA's
-        matrices are merged into the weights."""
-        if adapted is None or adapted == self.recipe.adapt:
-            return checkpoints.read_tensors(start, "model", regions)
-        merged = merge_lora(checkpoints.read_tensors(start, "model"), adapted)
-        return {
-            name: regions[name].view_in_whole_tensor(found) if name in regions else found
-            for name, found in merged.items()
-        }
-
     def _restore(self, start: Path) -> dict[str, Any]:
         """Load a checkpoint. Returns its state. Raises: CheckpointError that names the first parameter that does not fit."""
         state = checkpoints.read_checkpoint_state(start)
@@ -405,9 +408,8 @@ class SegmentRun:
         if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
             refuse_unaccepted_changes(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.find_tensor_regions()
-        before = state.get("recipe") or {}
-        adapted = AdaptRecipe.model_validate(before["adapt"]) if before.get("adapt") else None
-        model = self._read_weights(start, adapted, regions)
+        before, adapted = state.get("recipe") or {}, read_adapt_recipe(state)
+        model = open_weights(start, self.recipe.adapt, regions)
         names = self.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         if adapted != self.recipe.adapt:
             names = {name for name in names if not is_lora_tensor(name)}
@@ -419,12 +421,15 @@ class SegmentRun:
                 name=other[0],
             )
         with torch.no_grad():
-            for name in self.parameters.keys() & names:
-                get_local_part(self.parameters[name]).copy_(model[name])
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(model[name])
+            buffers = dict(self.model.named_buffers())
+            for name, found in iterate_weights(start, model, regions):
+                parameter = self.parameters.get(name)
+                (buffers[name] if parameter is None else get_local_part(parameter)).copy_(found)
+                if parameter is not None and not parameter.requires_grad:
+                    self.sums_at_start[name] = compute_crc(found)
+                del found  # before the next one is read
         if adapted != self.recipe.adapt:
-            self.model.initialise_lora(self.recipe.seed)
+            self.model.initialise_lora(self.recipe.seed, model)
         if state["kind"] == checkpoints.IMPORT:
             return state  # weights only: optimiser, hooks, counters and random state stay those of a first step
         was_trained = lambda name: is_trained(name, before.get("adapt"), before.get("freeze", []))

@@ -129,7 +129,7 @@ def train_steps(folder: Path, run: SegmentRun) -> None:
     on_gpu = ranks.device.type == "cuda"
     reserve = run.count_checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
     writer = run.writer = CheckpointWriter(
-        folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve
+        folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve, run.list_unchanged()
     )
     metrics, anomalies = (
         MetricsFile(folder / name if ranks.is_leader else None, run.step)

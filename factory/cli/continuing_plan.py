@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from trainer.contract.plan.weight_files import WeightFiles
 
 
+TUNED = {"cpu": "native", "cuda": "triton"}
+IN_PLACE = {"native": 512, "triton": 8192}  # tokens of a chunk of logits, at most, of heads that overwrite them
+
+
 @dataclass(frozen=True)
 class Continued:
     """What fits to continue a public model. ``files``: its weights; None: only its config.json was given, or its folder has no weights."""
@@ -132,7 +136,7 @@ def describe_gpus(count: int, kind: str, memory: float) -> Devices:
         kind=kind,
         gigabytes=memory / GB,
     )
-    return Devices(name, count, memory, 2, count_logit_rows())
+    return Devices(name, count, memory, 2, *describe_loss_head("cuda"))
 
 
 def describe_this_machine() -> Devices:
@@ -147,13 +151,13 @@ def describe_this_machine() -> Devices:
             "continuing_plan.on_own_gpus", "this machine: {count:,|GPU|GPUs} with {gigabytes:.0f} GB, in bf16", count=len(machine.gpus),
             gigabytes=least / GB,
         )  # fmt: skip
-        return Devices(name, len(machine.gpus), least, 2, count_logit_rows())
+        return Devices(name, len(machine.gpus), least, 2, *describe_loss_head("cuda"))
     name = Message(
         "continuing_plan.on_cpu",
         "this machine: its CPU with {gigabytes:.0f} GB, in fp32",
         gigabytes=machine.memory / GB,
     )
-    return Devices(name, 1, machine.memory, 4, count_logit_rows("cpu"))
+    return Devices(name, 1, machine.memory, 4, *describe_loss_head("cpu"))
 
 
 def _make_fits_table(fits: Sequence[Fit], context: int) -> Table:
@@ -209,3 +213,20 @@ def count_logit_rows(device: str = "cuda") -> int | None:
     policy = yaml.safe_load((find_checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
     chosen = policy.get(device, {}).get("linear_cross_entropy", "reference")
     return None if chosen in ("auto", "reference", "compiled") else 1024
+
+
+def describe_loss_head(device: str) -> tuple[int | None, bool]:
+    """``logit_rows`` and ``in_place`` of ``estimate_memory_parts``, for the loss head that is chosen for a device. ``auto`` counts as what tuning
+    chose on every machine so far.
+
+    >>> describe_loss_head("cpu")
+    (512, True)
+    """
+    import yaml
+
+    policy = yaml.safe_load((find_checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
+    chosen = str(policy.get(device, {}).get("linear_cross_entropy", "reference")).partition(",")[0]
+    chosen = TUNED[device] if chosen == "auto" else chosen
+    if chosen in IN_PLACE:
+        return IN_PLACE[chosen], True
+    return (1024 if chosen.startswith("chunked") else None), False

@@ -100,22 +100,29 @@ all_rows_compiled = compile_lazily(compute_loss_rows_eagerly_and_mask, dynamic=N
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
 def chunked_op(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    z_loss: float,
+    of_x: bool,
+    of_weight: bool,
+    fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``of_x`` or ``of_weight`` that gradient is empty.
 
     On a GPU the chunks are larger and include tokens without loss, because only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
         rows = all_rows_compiled if fuse else compute_loss_rows_eagerly_and_mask
         size = chunks.find_gpu_chunk_tokens(x_ND, weight_VD)
-        return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+        return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, of_x, of_weight, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
-    dx_ND = x_ND.new_zeros(x_ND.shape) if gradients else x_ND.new_empty(0)
+    dx_ND = x_ND.new_zeros(x_ND.shape) if of_x else x_ND.new_empty(0)
     # The weight's gradient is a sum over chunks. It is kept in fp32, because in bf16 each addition would round it.
-    dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
+    dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if of_weight else x_ND.new_empty(0)
     kept = weights_N.nonzero().squeeze(1)
     for index in kept.split(ROWS):
         real = len(index)
@@ -130,33 +137,47 @@ def chunked_op(
             for tensor in (logits, targets, weights):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         term, nll, dlogits = (rows_compiled if fuse else compute_loss_rows_eagerly)(
-            logits, targets, weights, z_loss, gradients
+            logits, targets, weights, z_loss, of_x or of_weight
         )
         loss += term.sum()
         nll_N[index[:real]] = nll[:real]
-        if gradients:
+        if of_x:
             dx_ND[index[:real]] = (dlogits @ weight_VD)[:real]
+        if of_weight:
             dweight_VD += dlogits.t() @ x
     return loss, nll_N, dx_ND, dweight_VD
 
 
 @chunked_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    z_loss: float,
+    of_x: bool,
+    of_weight: bool,
+    fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU keeps its sum over chunks in fp32 for any number of tokens
-    return chunks.make_fake_outputs(
-        chunks.find_gpu_chunk_tokens if x.is_cuda else in_fp32, x, weight, weights, gradients
-    )
+    size = chunks.find_gpu_chunk_tokens if x.is_cuda else in_fp32
+    return chunks.make_fake_outputs(size, x, weight, of_x, of_weight)
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
     if dx_ND.is_cuda:
-        return (*chunks.scale_saved_gradients(ctx, *upstream), None)
-    scale = upstream[0].to(dweight_VD.dtype)  # in fp32, because a rounded scale would shift every gradient
+        return chunks.scale_saved_gradients(ctx, *upstream)
+    scale = upstream[0].to(
+        torch.promote_types(dx_ND.dtype, torch.float32)
+    )  # a rounded scale would shift every gradient
     x_dtype, weight_dtype = ctx.dtypes
-    return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), *(None,) * 5
+    of_x, of_weight, *_ = ctx.needs_input_grad
+    return (
+        (dx_ND.to(scale.dtype) * scale).to(x_dtype) if of_x else None,
+        (dweight_VD * scale).to(weight_dtype) if of_weight else None,
+        *(None,) * (ctx.arguments - 2),
+    )
 
 
 chunked_op.register_autograd(scale_gradients, setup_context=chunks.save_inputs)
@@ -171,8 +192,8 @@ def _chunked(
     device = x_ND.device.type
     if torch.is_autocast_enabled(device):  # our own op has no autocast rule: round the operands as linear would
         x_ND, weight_VD = x_ND.to(torch.get_autocast_dtype(device)), weight_VD.to(torch.get_autocast_dtype(device))
-    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, fuse)
+    wanted = chunks.list_wanted_gradients(x_ND, weight_VD)
+    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, *wanted, fuse)
     return loss, nll_N.detach()
 
 
@@ -214,7 +235,7 @@ class SavedLogits(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, upstream: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_ND, weight_VD, targets_N, weights_N, logits_NV, logsumexp_N = ctx.saved_tensors
         weights_N = weights_N * upstream
         softmax_NV = torch.exp(logits_NV.to(logsumexp_N.dtype) - logsumexp_N.unsqueeze(1))
@@ -224,7 +245,9 @@ class SavedLogits(torch.autograd.Function):
             1
         )  # int32: as wide as the values, so that one vector register holds both
         dlogits_NV = torch.where(hit_NV, dlogits_NV - weights_N.unsqueeze(1), dlogits_NV).to(logits_NV.dtype)
-        return dlogits_NV @ weight_VD, dlogits_NV.t() @ x_ND, None, None, None
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        dx_ND = dlogits_NV @ weight_VD if of_x else None
+        return dx_ND, dlogits_NV.t() @ x_ND if of_weight else None, None, None, None
 
 
 def saved_logits(
@@ -240,8 +263,8 @@ def native(
     """The same as ``reference``, with the pointwise work in C++. In dtypes other than fp32 and bf16, ``saved_logits`` computes it."""
     if x_ND.dtype not in native_library.NAMES or x_ND.dtype != weight_VD.dtype:
         return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
-    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss, nll_N, _, _ = linear_cross_entropy_native.native_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+    wanted = chunks.list_wanted_gradients(x_ND, weight_VD)
+    loss, nll_N, _, _ = linear_cross_entropy_native.native_op(x_ND, weight_VD, targets_N, weights_N, z_loss, *wanted)
     return loss, nll_N.detach()
 
 

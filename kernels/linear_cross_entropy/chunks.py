@@ -60,11 +60,12 @@ def compute_in_chunks(
     targets_N: Tensor,
     weights_N: Tensor,
     z_loss: float,
-    gradients: bool,
+    of_x: bool,
+    of_weight: bool,
     size: int,
     align: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``of_x`` or ``of_weight`` that gradient is empty.
 
     ``compute_rows`` does the pointwise work of a chunk. It returns (terms, nll, gradient by the logits). The gradient may overwrite the logits,
     which are a view [C, V] whose rows begin at multiples of ``align`` elements. ``size``: tokens of a chunk. Nothing waits for the device.
@@ -77,21 +78,24 @@ def compute_in_chunks(
     targets_N, weights_N = targets_N.long().contiguous(), weights_N.to(wide).contiguous()
     buffer = x_ND.new_empty(min(N, size), -(-V // align) * align)[:, :V]  # one buffer for all chunks
     losses, nlls = [], []
-    dx_ND, dweight_VD = x_ND.new_empty((N, D) if gradients else 0), weight_VD.new_empty(0)
+    dx_ND, dweight_VD = x_ND.new_empty((N, D) if of_x else 0), weight_VD.new_empty(0)
     for first in range(0, N, size):
         part = slice(first, first + size)
         logits_CV = torch.mm(x_ND[part], weight_VD.t(), out=buffer[: min(size, N - first)])
-        terms_C, nll_C, dlogits_CV = compute_rows(logits_CV, targets_N[part], weights_N[part], z_loss, gradients)
+        terms_C, nll_C, dlogits_CV = compute_rows(
+            logits_CV, targets_N[part], weights_N[part], z_loss, of_x or of_weight
+        )
         losses.append(terms_C.sum())
         nlls.append(nll_C)
-        if gradients:
+        if of_x:
             torch.mm(dlogits_CV, weight_VD, out=dx_ND[part])
+        if of_weight:
             if size >= N:
                 dweight_VD = dlogits_CV.t() @ x_ND
             else:  # a sum over chunks is kept in fp32, or each addition would round it
                 dweight_VD = add_product(dweight_VD if first else None, dlogits_CV.t(), x_ND[part])
     if not losses:  # no token at all
-        dweight_VD = weight_VD.new_zeros(weight_VD.shape if gradients else 0)
+        dweight_VD = weight_VD.new_zeros(weight_VD.shape if of_weight else 0)
         return weights_N.new_zeros(()), weights_N.new_empty(0), dx_ND, dweight_VD
     return torch.stack(losses).sum(), torch.cat(nlls), dx_ND, dweight_VD
 
@@ -115,26 +119,32 @@ def add_product(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
 
 
 def make_fake_outputs(
-    choose_size: ChunkSize, x_ND: Tensor, weight_VD: Tensor, weights_N: Tensor, gradients: bool
+    choose_size: ChunkSize, x_ND: Tensor, weight_VD: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes that ``compute_in_chunks`` returns."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
-    of_weight = wide if gradients and choose_size(x_ND, weight_VD) < x_ND.shape[0] else weight_VD.dtype
+    its_dtype = wide if of_weight and choose_size(x_ND, weight_VD) < x_ND.shape[0] else weight_VD.dtype
     # not by ``new_empty``, which a torch without CUDA lacks for a GPU's fake tensor
     empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x_ND.device)
-    dx = empty(x_ND.shape if gradients else (0,), x_ND.dtype)
-    return empty((), wide), empty(x_ND.shape[:1], wide), dx, empty(weight_VD.shape if gradients else (0,), of_weight)
+    dx = empty(x_ND.shape if of_x else (0,), x_ND.dtype)
+    return empty((), wide), empty(x_ND.shape[:1], wide), dx, empty(weight_VD.shape if of_weight else (0,), its_dtype)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2], output[3])
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.arguments = len(inputs)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def scale_saved_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The kept gradients times the upstream gradient of the loss, and a None for each further argument of the operator."""
-    return tuple(_times(kept, upstream[0], dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes)) + (None,) * 4
+    """The kept gradients times the upstream gradient of the loss, and a None for each further argument of the operator.
+
+    A gradient that was not asked for is None too.
+    """
+    asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad)
+    gradients = (_times(kept, upstream[0], dtype) if needed else None for kept, dtype, needed in asked)
+    return *gradients, *(None,) * (ctx.arguments - 2)
 
 
 def _times(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +154,13 @@ def _times(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_flops(
-    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, *_: Any, **__: Any
+    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, of_x: bool, of_weight: bool, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of three products (one without ``gradients``), as if every token carried loss: the shapes do not say how many do."""
-    return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))
+    """FLOPs of the logits and of each gradient, as if every token carried loss: the shapes do not say how many do."""
+    return int(2 * x[0] * x[1] * weight[0] * (1 + of_x + of_weight))
+
+
+def list_wanted_gradients(x_ND: Tensor, weight_VD: Tensor) -> tuple[bool, bool]:
+    """(whether x needs a gradient, whether the weight does). A frozen head needs none, which is a third of the products."""
+    enabled = torch.is_grad_enabled()
+    return enabled and x_ND.requires_grad, enabled and weight_VD.requires_grad

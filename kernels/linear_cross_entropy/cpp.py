@@ -61,17 +61,17 @@ def compute_loss_rows(
 
 @define_cpu_op("factory::linear_cross_entropy_native")
 def native_op(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     size = count_chunk_tokens(x_ND, weight_VD)
-    return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+    return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, of_x, of_weight, size)
 
 
 @native_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return make_fake_outputs(count_chunk_tokens, x, weight, weights, gradients)
+    return make_fake_outputs(count_chunk_tokens, x, weight, of_x, of_weight)
 
 
 native_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)

@@ -16,6 +16,7 @@ from kernels.linear_cross_entropy.chunks import (
     compute_in_chunks,
     count_flops,
     find_gpu_chunk_tokens,
+    list_wanted_gradients,
     make_fake_outputs,
     save_inputs,
     scale_saved_gradients,
@@ -106,18 +107,20 @@ def compute_loss_rows(
 
 @torch.library.custom_op("factory::linear_cross_entropy_triton", mutates_args=())
 def triton_op(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty."""
+    """The results of ``compute_in_chunks``."""
     size = find_gpu_chunk_tokens(x_ND, weight_VD)
-    return compute_in_chunks(compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
+    return compute_in_chunks(
+        compute_loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, of_x, of_weight, size, ALIGN
+    )
 
 
 @triton_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return make_fake_outputs(find_gpu_chunk_tokens, x, weight, weights, gradients)
+    return make_fake_outputs(find_gpu_chunk_tokens, x, weight, of_x, of_weight)
 
 
 triton_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)
@@ -128,6 +131,6 @@ def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """The same as ``kernels.linear_cross_entropy.reference``, for fp32 and bf16."""
-    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss, nll_N, _, _ = triton_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+    wanted = list_wanted_gradients(x_ND, weight_VD)
+    loss, nll_N, _, _ = triton_op(x_ND, weight_VD, targets_N, weights_N, z_loss, *wanted)
     return loss, nll_N.detach()

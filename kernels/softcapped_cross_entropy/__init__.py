@@ -5,8 +5,6 @@ Gemma 2 (arXiv:2408.00118 §2) caps its logits at 30. The product is in the inpu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,17 +74,18 @@ def chunked_op(
     targets_N: Tensor,
     weights_N: Tensor,
     z_loss: float,
-    gradients: bool,
+    of_x: bool,
+    of_weight: bool,
     softcap: float,
     fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty."""
+    """The results of ``chunks.compute_in_chunks``."""
     compute = rows_compiled if fuse else compute_capped_rows
     rows: chunks.RowsFunction = lambda logits, targets, weights, z, grads: compute(
         logits, targets, weights, z, grads, softcap
     )
     size = find_chunk_tokens(x_ND, weight_VD)
-    return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+    return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, of_x, of_weight, size)
 
 
 @chunked_op.register_fake
@@ -96,26 +95,23 @@ def _(
     targets: Tensor,
     weights: Tensor,
     z_loss: float,
-    gradients: bool,
+    of_x: bool,
+    of_weight: bool,
     softcap: float,
     fuse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return chunks.make_fake_outputs(find_chunk_tokens, x, weight, weights, gradients)
+    return chunks.make_fake_outputs(find_chunk_tokens, x, weight, of_x, of_weight)
 
 
-def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-    return *chunks.scale_saved_gradients(ctx, *upstream), None, None
-
-
-chunked_op.register_autograd(scale_gradients, setup_context=chunks.save_inputs)
+chunked_op.register_autograd(chunks.scale_saved_gradients, setup_context=chunks.save_inputs)
 register_flop_formula(torch.ops.factory.softcapped_cross_entropy)(chunks.count_flops)
 
 
 def _chunked(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, softcap: float, fuse: bool
 ) -> tuple[Tensor, Tensor]:
-    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, softcap, fuse)
+    wanted = chunks.list_wanted_gradients(x_ND, weight_VD)
+    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, *wanted, softcap, fuse)
     return loss, nll_N.detach()
 
 

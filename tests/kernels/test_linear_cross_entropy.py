@@ -15,7 +15,7 @@ def test_the_custom_op_is_registered_soundly() -> None:
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     targets, weights = torch.arange(5), torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(head.chunked_op, (x, weight, targets, weights, 1e-3, True, False), test_utils=tests)
+    torch.library.opcheck(head.chunked_op, (x, weight, targets, weights, 1e-3, True, True, False), test_utils=tests)
 
 
 def test_loss_and_gradients_are_zero_if_no_token_carries_loss() -> None:
@@ -121,7 +121,7 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
     poisoned = x.clone()
     poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
     found = chunks.compute_in_chunks(
-        head.compute_loss_rows_eagerly_and_mask, poisoned, weight, targets, weights, 1e-3, True, size
+        head.compute_loss_rows_eagerly_and_mask, poisoned, weight, targets, weights, 1e-3, True, True, size
     )
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found[0], loss, **tolerance)
@@ -131,8 +131,8 @@ def test_chunks_for_a_gpu_cover_every_token_with_loss(
     for mine, theirs in zip(found[2:], exact):
         torch.testing.assert_close(mine.to(dtype), theirs, **tolerance)
     with FakeTensorMode():
-        empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight, weights)]
-        promised = chunks.make_fake_outputs(chunks.find_gpu_chunk_tokens, *empty, True)
+        empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight)]
+        promised = chunks.make_fake_outputs(chunks.find_gpu_chunk_tokens, *empty, True, True)
     assert [(t.shape, t.dtype, t.stride()) for t in promised] == [(t.shape, t.dtype, t.stride()) for t in found]
 
 
@@ -143,14 +143,16 @@ def test_the_host_never_waits_for_the_gpu(tokens: int) -> None:
         x, weight = (torch.empty(n, 64, dtype=torch.bfloat16) for n in (tokens, 131072))
         targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
+        head.chunked_op._init_fn(
+            x, weight, targets, weights, 1e-4, True, True, False
+        )  # a CPU's: it begins with nonzero
     size = chunks.find_gpu_chunk_tokens(x, weight)
     found = chunks.compute_in_chunks(
-        head.compute_loss_rows_eagerly_and_mask, x, weight, targets, weights, 1e-4, True, size
+        head.compute_loss_rows_eagerly_and_mask, x, weight, targets, weights, 1e-4, True, True, size
     )
     with FakeTensorMode():
         cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]
-        promised = torch.ops.factory.linear_cross_entropy_chunked(*cuda, 1e-4, True, True)
+        promised = torch.ops.factory.linear_cross_entropy_chunked(*cuda, 1e-4, True, True, True)
     assert {t.device.type for t in promised} == {"cuda"}
     assert [(t.shape, t.dtype) for t in promised] == [(t.shape, t.dtype) for t in found]
     assert found[3].dtype == (torch.bfloat16 if tokens == 100 else torch.float32)

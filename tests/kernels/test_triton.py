@@ -157,7 +157,7 @@ ops = {
 tests = ("test_schema", "test_faketensor", "test_autograd_registration")
 for case in (c for c in CASES if c.name in ("prime", "empty")):
     for name, op in ops.items():
-        extra = (True,) if name == "linear_cross_entropy" else ()
+        extra = (True, True) if name == "linear_cross_entropy" else ()
         torch.library.opcheck(op, (*OPS[name].inputs(case), *extra), test_utils=tests)
 """
 
@@ -198,7 +198,7 @@ class Waits(torch.utils._python_dispatch.TorchDispatchMode):  # raises where a G
         return func(*args, **kwargs or {})
 
 with torch.no_grad(), Waits():
-    fused.triton_op._init_fn(x, weight, targets, weights, 1e-2, True)
+    fused.triton_op._init_fn(x, weight, targets, weights, 1e-2, True, True)
     try:
         weights.sum().item()
     except AssertionError:

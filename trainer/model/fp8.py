@@ -62,20 +62,25 @@ class Fp8Products(torch.autograd.Function):
         return tuple(products)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x8_MK, of_x, *matrices = ctx.saved_tensors
-        x8_KM = x8_MK.t().contiguous()
+        of_input, *trained = (
+            ctx.needs_input_grad
+        )  # a frozen matrix, or an input below every trained one, has no gradient
+        x8_KM = x8_MK.t().contiguous() if any(trained) else x8_MK
         dx_MK: Tensor | None = None
-        dweights = []
-        for dy_MN, weight_NK in zip(gradients, matrices, strict=True):
+        dweights: list[Tensor | None] = []
+        for dy_MN, weight_NK, is_trained in zip(gradients, matrices, trained, strict=True):
             dy8_MN, of_dy = quantise(dy_MN, GRADIENT)
-            weight8_NK, of_weight = quantise(weight_NK, FORWARD)
-            weight8_KN = weight8_NK.t().contiguous()
-            part_MK = multiply_fp8(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
-            dx_MK = part_MK if dx_MK is None else dx_MK + part_MK
-            dy8_NM = dy8_MN.t().contiguous()
-            dweights.append(multiply_fp8(dy8_NM, x8_KM, (of_dy, of_x), weight_NK.dtype, fast=False))
-        assert dx_MK is not None
+            if of_input:
+                weight8_NK, of_weight = quantise(weight_NK, FORWARD)
+                weight8_KN = weight8_NK.t().contiguous()
+                part_MK = multiply_fp8(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
+                dx_MK = part_MK if dx_MK is None else dx_MK + part_MK
+            dweights.append(None)
+            if is_trained:
+                dy8_NM = dy8_MN.t().contiguous()
+                dweights[-1] = multiply_fp8(dy8_NM, x8_KM, (of_dy, of_x), weight_NK.dtype, fast=False)
         return dx_MK, *dweights
 
 

@@ -2,8 +2,8 @@
 
 Each block is composed when it is made: functions of ``trainer.model.attention`` and of this file, chosen by the description. Attention stays
 within a document, and positions restart in each document, unless the recipe sets ``across_documents``. The expensive operations are ``ops`` of
-the kernel registry. Weights are fp32 and are cast to ``dtype`` where they are used. If *tensor* ranks split a row, each of them has S of its T
-positions.
+the kernel registry. Weights are fp32 and are cast to ``dtype`` where they are used; matrices that are not trained may be held in ``dtype``. If
+*tensor* ranks split a row, each of them has S of its T positions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from models.spec import ModelSpec
 from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_shapes
+from trainer.contract.recipe import is_trained
 from trainer.model import fp8
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
-from trainer.model.lora import choose_matrix_reader, set_dora_lengths
+from trainer.model.lora import choose_change, set_dora_lengths
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -38,6 +39,7 @@ SPLIT_BY_ROWS = (
     "q", "k", "v", "q_bias", "k_bias", "v_bias", "kv_up", "sinks", "gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up",
 )  # fmt: skip
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
+JOINED = (("q", "k", "v"), ("gate", "up"), ("shared_gate", "shared_up"), ("q_down", "kv_down"), ("q", "kv_down"))
 DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias")  # None in a block that lacks them
@@ -126,6 +128,8 @@ class Block(nn.Module):
         dtype: torch.dtype,
         tensor: TensorRanks,
         adapt: AdaptRecipe | None = None,
+        freeze: Sequence[str] = (),
+        frozen_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
@@ -138,8 +142,11 @@ class Block(nn.Module):
         self.has_rope = self.rope != "none"
         self.experts = described.experts
         shapes = list_block_shapes(shape, layer)
-        allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt))
-        self.read_matrix = choose_matrix_reader(adapt)
+        owned = Trained(f"blocks.{layer}.", adapt, freeze, frozen_dtype)
+        allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), owned)
+        self.joined_frozen: dict[tuple[str, ...], Tensor] = {}  # matrices whose parameters are its rows
+        self.change = choose_change(adapt)
+        self.adapt_rank = adapt.rank if adapt else 0
         self.adapted = frozenset(name.removesuffix(A) for name in list_lora_shapes(shapes, adapt) if name.endswith(A))
         self.adapt_scale = adapt.scale if adapt else 0.0
         for name in OPTIONAL:
@@ -199,19 +206,19 @@ class Block(nn.Module):
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.attention.project(self, h_BTD, cos_BTK, sin_BTK)
         o_BTHK = self.attention.mix(self, q_BTHK, k_BTGK, v_BTGK, prepared_documents)
-        return self.multiply(o_BTHK.reshape(B, T, -1), self.matrix("attention_out"))
+        return self.product(o_BTHK.reshape(B, T, -1), "attention_out")
 
     def apply_swiglu(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.matrix(down))
+        return self.product(self.ops.swiglu(gate_BTF, up_BTF), down)
 
     def apply_gated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.multiply(self.activation(gate_BTF) * up_BTF, self.matrix(down))
+        return self.product(self.activation(gate_BTF) * up_BTF, down)
 
     def apply_ungated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         (up_BTF,) = self.mlp_products(h_BTD, (up,))
-        return self.multiply(self.activation(up_BTF), self.matrix(down))
+        return self.product(self.activation(up_BTF), down)
 
     def apply_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -225,17 +232,24 @@ class Block(nn.Module):
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
         return y_BTD, self.mixture.measure_routing(routing, holds_BT, self.experts) / self.tensor.size
 
+    def product(self, x_BTD: Tensor, name: str) -> Tensor:
+        """x matrixᵀ, with what LoRA adds to the matrix if it is adapted."""
+        (y_BTX,) = self.change(self, [self.multiply(x_BTD, self.weight(getattr(self, name)))], x_BTD, (name,))
+        return y_BTX
+
     def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
-        """h matrixᵀ for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
-        weights = [self.matrix(name) for name in names]
+        """``product`` for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
+        weights = [self.weight(getattr(self, name)) for name in names]
+        products: Sequence[Tensor]
         if self.joined:
-            joined_BTX = self.multiply(h_BTD, torch.cat(weights))
-            return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        return (
-            fp8.apply_several_fp8_linears(h_BTD, weights)
-            if self.fp8
-            else [F.linear(h_BTD, weight) for weight in weights]
-        )
+            joined_XD = self.joined_frozen.get(tuple(names))
+            joined_BTX = self.multiply(h_BTD, torch.cat(weights) if joined_XD is None else joined_XD)
+            products = joined_BTX.split([len(weight) for weight in weights], dim=-1)
+        elif self.fp8:
+            products = fp8.apply_several_fp8_linears(h_BTD, weights)
+        else:
+            products = [F.linear(h_BTD, weight) for weight in weights]
+        return self.change(self, products, h_BTD, names)
 
     def biased_products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """The same as ``products``, with each matrix's bias added."""
@@ -246,26 +260,53 @@ class Block(nn.Module):
         """This rank's part of a parameter, in the dtype of the layer's products."""
         return self.tensor.weight(parameter).to(self.dtype)
 
-    def matrix(self, name: str) -> Tensor:
-        """The same as ``weight`` of the matrix with this name, with its LoRA matrices merged if it has any."""
-        return self.read_matrix(self, name)
+    def join_frozen_matrices(self) -> None:
+        """Give matrices that are multiplied together, and are never updated, one storage, so that no product joins copies of them."""
+        for names in JOINED:
+            held = [
+                getattr(self, name, None) for name in names if not any(name in other for other in self.joined_frozen)
+            ]
+            if len(held) == len(names) and all(
+                matrix is not None and not matrix.requires_grad and matrix.dtype == self.dtype for matrix in held
+            ):
+                joined_XD = self.joined_frozen[names] = torch.cat([matrix.data for matrix in held])
+                for matrix, rows in zip(held, joined_XD.split([len(matrix) for matrix in held]), strict=True):
+                    matrix.data = rows
 
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
         return 1 + self.tensor.weight(parameter).float()
 
 
-def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape]) -> None:
+class Trained(NamedTuple):
+    """Which parameters of a module are trained. ``prefix``: of the module's names in the model."""
+
+    prefix: str
+    adapt: AdaptRecipe | None
+    freeze: Sequence[str]
+    frozen_dtype: torch.dtype  # of matrices that are not trained; vectors stay fp32, because some are used in it
+
+    def make_parameter(self, name: str, shape: Shape) -> nn.Parameter:
+        trained = is_trained(self.prefix + name, self.adapt, self.freeze)
+        dtype = torch.float32 if trained or len(shape) < 2 else self.frozen_dtype
+        return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trained)
+
+
+def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape], trained: Trained) -> None:
     """Give a module the parameters and buffers with these names, without values."""
     for name, shape in shapes.items():
         if name in BUFFERS:
             module.register_buffer(name, torch.zeros(shape))
         else:
-            module.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            module.register_parameter(name, trained.make_parameter(name, shape))
 
 
 class Decoder(nn.Module):
-    """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, the embedding if it is tied."""
+    """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, the embedding if it is tied.
+
+    ``adapt`` and ``freeze``: the keys of a recipe that say which parameters get no gradient. ``frozen_dtype``: of those of them that are matrices.
+    It is fp32 or ``dtype``, and no output depends on it, because the products take every matrix in ``dtype``.
+    """
 
     if TYPE_CHECKING:
 
@@ -279,14 +320,19 @@ class Decoder(nn.Module):
         tensor: TensorRanks | None = None,
         embedding_grad_share: float = 1.0,
         adapt: AdaptRecipe | None = None,
+        freeze: Sequence[str] = (),
+        frozen_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype = shape, ops, dtype
         self.tensor = tensor or TensorRanks()
         self.embedding_grad_share = embedding_grad_share
         shapes = list_tensor_shapes(shape)
-        allocate_tensors(self, {name: size for name, size in shapes.items() if not name.startswith("blocks.")})
-        blocks = [Block(shape, layer, ops, dtype, self.tensor, adapt) for layer in range(shape.layers)]
+        ends = {name: size for name, size in shapes.items() if not name.startswith("blocks.")}
+        allocate_tensors(self, ends, Trained("", adapt, freeze, frozen_dtype))
+        blocks = [
+            Block(shape, layer, ops, dtype, self.tensor, adapt, freeze, frozen_dtype) for layer in range(shape.layers)
+        ]
         self.blocks = nn.ModuleList(blocks)
         names = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         assert {name for name in names if not is_lora_tensor(name)} == shapes.keys()
@@ -308,10 +354,10 @@ class Decoder(nn.Module):
             return 1
         return 2 if key == "experts_down" else None
 
-    def initialise_lora(self, seed: int) -> None:
-        """Draw LoRA's matrices for weights that were loaded, so that the function does not change."""
+    def initialise_lora(self, seed: int, weights: Mapping[str, Tensor]) -> None:
+        """Draw LoRA's matrices for weights that were loaded, so that the function does not change. ``weights``: this rank's part, unrounded."""
         self._draw_parameters([named for named in self.named_parameters() if is_lora_tensor(named[0])], seed)
-        set_dora_lengths(self.named_parameters())
+        set_dora_lengths(self.named_parameters(), weights)
 
     def initialise(self, seed: int) -> None:
         """Draw the weights: normal with std 1/sqrt(fan-in), times 1/sqrt(2 layers) for matrices that write to the residual stream (GPT-2 §2.3).
@@ -321,8 +367,9 @@ class Decoder(nn.Module):
         parameter's name, and keeps its region. Therefore a seed gives the same model for any number of ranks. A core draws 0.1 G values a
         second, so several threads draw.
         """
-        self._draw_parameters(list(self.named_parameters()), seed)
-        set_dora_lengths(self.named_parameters())
+        parameters = dict(self.named_parameters())
+        self._draw_parameters(list(parameters.items()), seed)
+        set_dora_lengths(parameters.items(), {name: get_local_part(held) for name, held in parameters.items()})
         for name, buffer in self.named_buffers():
             assert name.endswith("router_bias"), name
             buffer.zero_()
@@ -378,6 +425,7 @@ class Decoder(nn.Module):
         kernels' time on an H200 for a model of 1 B weights."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
+            block.join_frozen_matrices()
 
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
@@ -402,7 +450,7 @@ class Decoder(nn.Module):
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         embedding = self.tensor.weight(self.embedding)
         x_BSD = self.ops.embedding(self.tensor.take_own_positions(tokens_BT), embedding).to(self.dtype)
-        if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
+        if self.embedding_grad_share != 1 and x_BSD.requires_grad:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         if self.embedding_scale != 1:
             x_BSD = x_BSD * self.embedding_scale

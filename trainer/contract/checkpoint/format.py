@@ -22,9 +22,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
-from models.files.safetensors_file import TORCH_NAMES, iterate_safetensors
+from models.files.safetensors_file import TORCH_NAMES, Layout, iterate_safetensors
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import ERRORS_OF_NO_FILE, CheckpointError
 
@@ -71,6 +72,18 @@ class SkippedCheckpoint:
     reason: str
 
 
+@dataclass(frozen=True)
+class UnchangedWeights:
+    """Weights that a segment does not change. A save reads each of them when it is written, so that memory holds one."""
+
+    layout: Layout
+    read: Callable[[str], Tensor]
+    record: Path | None = None  # the checkpoint that ``read`` needs
+
+
+NOTHING_UNCHANGED = UnchangedWeights({}, lambda name: torch.empty(0))
+
+
 def format_checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -89,11 +102,12 @@ def save_rank_share(
     state: dict[str, Any] | None,
     rank: int = 0,
     ranks: int = 1,
+    unchanged: UnchangedWeights = NOTHING_UNCHANGED,
 ) -> Path:
     """Write one rank's part of a checkpoint. Rank 0, which has the ``state``, waits for the others and renames the folder.
 
-    ``regions``: the region of each split tensor; a tensor that is not listed is whole. Ranks share a file system.
-    Raises: OSError, with nothing left behind.
+    ``regions``: the region of each split tensor; a tensor that is not listed is whole. ``unchanged``: further weights. Ranks share a file system.
+    Raises: OSError, and the errors of ``unchanged``, with nothing left behind.
     """
     parent.mkdir(parents=True, exist_ok=True)
     target = parent / format_checkpoint_name(step)
@@ -103,9 +117,13 @@ def save_rank_share(
         files = {}
         for kind, tensors in contents.items():
             name = f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-            parts = {n: [r.whole, r.offset] for n, r in regions.items() if n in tensors and r.shape != r.whole}
+            more = unchanged if kind == "model" else NOTHING_UNCHANGED
+            layout = _describe_layout(tensors) | dict(more.layout)
+            parts = {n: [r.whole, r.offset] for n, r in regions.items() if n in layout and r.shape != r.whole}
             metadata = {REGIONS: json.dumps(parts)} if parts else None
-            files[name] = _write(aside / name, iterate_safetensors_bytes(tensors, metadata))
+            read_later = ((n, more.read(n)) for n in more.layout)
+            written = iterate_safetensors(layout, chain(tensors.items(), read_later), metadata)
+            files[name] = _write(aside / name, written)
         if rank:
             _write(aside / f".share-{rank:05d}", iter([json.dumps(files).encode()]))
             os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")
@@ -241,13 +259,13 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The whole tensors of one of ``KINDS`` by name, each read from the checkpoint when it is asked for, so that memory holds one.
+    """The tensors of one of ``KINDS`` by name, each read from the checkpoint when it is asked for, so that memory holds one.
 
-    Raises: as ``read_tensors``, when it is made and for each tensor.
+    ``wanted_regions``: as in ``read_tensors``. Raises: as ``read_tensors``, when it is made and for each tensor.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.kind = path, kind
+    def __init__(self, path: Path, kind: str, wanted_regions: Regions | None = None) -> None:
+        self.path, self.kind, self.wanted_regions = path, kind, wanted_regions or {}
         self.files: dict[str, list[str]] = {}
         for file in _list_files(path, kind):
             with _damage_named(path / file), safetensors.safe_open(str(path / file), framework="pt") as opened:
@@ -255,7 +273,7 @@ class StoredTensors(Mapping[str, Tensor]):
                     self.files.setdefault(name, []).append(file)
 
     def __getitem__(self, name: str) -> Tensor:
-        return _read_from(self.path, self.kind, self.files[name], {}, name)[name]
+        return _read_from(self.path, self.kind, self.files[name], self.wanted_regions, name)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -287,10 +305,24 @@ def _damage_named(file: Path) -> Iterator[None]:
         ) from None
 
 
+def iterate_tensors(path: Path, kind: str, wanted_regions: Regions | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``read_tensors``, each yielded as soon as it is complete, so that memory need not hold all. Each file is opened once.
+
+    Raises: as ``read_tensors``, for an incomplete tensor at the end.
+    """
+    return _iterate_from(path, kind, _list_files(path, kind), wanted_regions or {})
+
+
 def _read_from(path: Path, kind: str, files: list[str], wanted_regions: Regions, only: str | None = None) -> Tensors:
     """The tensors of these files, or the one of the name ``only``."""
-    found: Tensors = {}
-    missing: dict[str, int] = {}
+    return dict(_iterate_from(path, kind, files, wanted_regions, only))
+
+
+def _iterate_from(
+    path: Path, kind: str, files: list[str], wanted_regions: Regions, only: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    begun: Tensors = {}  # of which files that come later have parts
+    missing: dict[str, int] = {}  # elements; 0: yielded
     for name in files:
         with _damage_named(path / name), safetensors.safe_open(str(path / name), framework="pt") as file:
             parts = json.loads((file.metadata() or {}).get(REGIONS, "{}"))
@@ -309,11 +341,13 @@ def _read_from(path: Path, kind: str, files: list[str], wanted_regions: Regions,
                         found=str(list(whole)),
                         file=str(path / name),
                     )
-                if key not in found and region.shape == shape and region.offset == offset:
-                    found[key] = file.get_tensor(key)
+                if key not in missing and region.shape == shape and region.offset == offset:
                     missing[key] = 0
-                    continue
-                _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
+                    yield key, file.get_tensor(key)
+                elif missing.get(key) != 0:
+                    _copy_overlap(begun, missing, key, region, Region(whole, offset, shape), part)
+                    if not missing[key]:
+                        yield key, begun.pop(key)
     for key, count in missing.items():
         if count:
             raise CheckpointError(
@@ -324,7 +358,6 @@ def _read_from(path: Path, kind: str, files: list[str], wanted_regions: Regions,
                 kind=kind,
                 tensor=key,
             )
-    return found
 
 
 def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Region, held: Region, part: Any) -> None:
@@ -402,8 +435,11 @@ def mark_checkpoint_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
 
 def iterate_safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file in pieces (``iterate_safetensors``)."""
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return iterate_safetensors(layout, tensors.items(), metadata)
+    return iterate_safetensors(_describe_layout(tensors), tensors.items(), metadata)
+
+
+def _describe_layout(tensors: Tensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _await_share(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ ENDS = ("embedding", "head")
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one place. ``memory``: bytes of each. ``itemsize``: bytes of an element of the forward pass. ``logit_rows``: as in
+    """The devices of one place. ``memory``: bytes of each. ``itemsize``: bytes of an element of the forward pass. ``logit_rows``, ``in_place``: as in
     ``estimate_memory_parts``."""
 
     name: Message
@@ -34,6 +34,7 @@ class Devices:
     memory: float
     itemsize: int = 2
     logit_rows: int | None = 1024
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def find_fit(model: ModelSpec, way: TrainingWay, devices: Devices, longest: int,
         of = model if context is None else model.model_copy(update={"context": context})
         return estimate_memory_parts(
             of, layout, devices.memory, optimizer=optimizer, itemsize=devices.itemsize, logit_rows=devices.logit_rows,
-            trained=way.trained,
+            trained=way.trained, in_place=devices.in_place,
         )  # fmt: skip
 
     def fits(layout: GpuLayout, context: int | None = None) -> bool:

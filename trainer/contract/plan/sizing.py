@@ -18,6 +18,9 @@ from trainer.contract.plan.adapting import TrainedParts
 
 GB = 1e9
 LOGIT_BYTES = 12  # for each logit of a row at the peak: rounded, in fp32, its gradient in fp32 and rounded
+MOST_LOGITS = (
+    2 << 30
+)  # bytes at one time of a head that works in place on a GPU: GPU_BYTES in kernels/linear_cross_entropy/chunks.py
 RESERVE = 0.10  # share of the memory
 ASPECT = 128  # width / layers: Llama 3 8B has 4096 / 32, 405B 16384 / 126
 D_FF = 3.5  # d_ff / d_model of Llama 3 8B and 70B
@@ -231,12 +234,13 @@ def estimate_memory_parts(
     itemsize: int = 2,
     logit_rows: int | None = 1024,
     trained: TrainedParts | None = None,
+    in_place: bool = False,
 ) -> list[MemoryPart]:
     """The parts of the memory that training needs on one GPU. ``memory``: bytes of the GPU, of which a share is reserved.
 
     ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: number of tokens whose logits exist at one time
-    (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch. ``trained``: None if all weights are. A frozen weight is held once, in
-    the precision of the products.
+    (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch. ``in_place``: the gradient overwrites the logits, in the precision of the
+    products. ``trained``: None if all weights are. A frozen weight is held once, in the precision of the products.
     """
     P, t = model.parameters, layout.tensor
     pieces = layout.weight_parts
@@ -296,7 +300,12 @@ def estimate_memory_parts(
         )
         what = Message("plan.autograd_copies", "autograd keeps the rounded weights of the forward pass")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
-    logit_bytes = LOGIT_BYTES + (4 if model.logit_softcap else 0)  # the cap keeps its tanh
+    logit_bytes = LOGIT_BYTES
+    if model.logit_softcap:
+        logit_bytes += 4  # the cap keeps its tanh
+    elif in_place:
+        logit_bytes = itemsize
+        rows = min(rows, max(1, MOST_LOGITS // (itemsize * model.vocab_size)))
     logits = logit_bytes * rows * model.vocab_size / t + end_gradients + 6 * tokens * model.d_model
     return [
         MemoryPart("weights", (4 * T + itemsize * frozen) / pieces, of_weights, f"{ZERO} §3.1, §5"),
