@@ -124,6 +124,15 @@ def find_vllm_obstacle(spec: ModelSpec) -> Message | None:
             "vLLM's class for {family} has a window in all layers or in none, and this model has one in some",
             family=family,
         )
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and scaling.original_context is not None:
+        positions = int(scaling.factor * scaling.original_context)
+        if positions < spec.context:  # of further positions, log-probabilities are not finite
+            return Message(
+                "engine_process.short_yarn",
+                "vLLM computes YaRN for {positions:,} positions (factor times original_max_position_embeddings), and the model has {context:,}",
+                positions=positions, context=spec.context,
+            )  # fmt: skip
     if Path("/dev/nvidia0").exists():
         return None
     if spec.latent is not None:

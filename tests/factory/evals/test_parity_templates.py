@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import yaml
 
@@ -19,6 +20,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import CHECKS, OF_ENGINE
 from factory.evals.probes.conversations import (
     choose_spelled_tokens,
+    encode_prompt_or_none,
     make_typed_chats,
     make_typed_texts,
     select_special_ids,
@@ -165,3 +167,19 @@ def test_typed_texts_spell_the_special_tokens_of_the_models_own_tokenizer(name: 
         for said in ("a", make_typed_chats(words)[0][0]["content"])
     )
     assert special(plain) == special(typed)
+
+
+@pytest.mark.parametrize("name", CASE_OF_TEMPLATE)
+def test_a_message_with_null_for_content_gets_the_ids_of_transformers(name: str) -> None:
+    """Servers send ``"content": null`` beside calls. transformers leaves such keys out before a template sees them."""
+    from transformers import AutoTokenizer
+
+    folder = make_tokenizer_folder(name)
+    there, here = AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    chat = [{"role": "user", "content": "The weather?"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    ours = encode_prompt_or_none(chat, here)
+    try:
+        theirs = there.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except jinja2.exceptions.UndefinedError:
+        theirs = None
+    assert ours == theirs and (ours is not None) == (name in ("llama3", "gemma"))

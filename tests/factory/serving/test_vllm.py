@@ -20,7 +20,8 @@ from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt_request, make_vllm_engine_kind
 from models.spec import ModelSpec
 from tests.support.messages import refused
-from tests.support.models.small_models import CASES
+from tests.support.models.small_models import CASES, MSCALE
+from tests.support.models.small_models import YARN as SMALL_YARN
 from tests.support.paths import ROOT
 from tests.support.serving.imported import count_different_served_tokens
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
@@ -61,9 +62,12 @@ def trainers_export(folder: Path, family: str) -> Path:
 
 # vLLM's attention on a CPU has no smaller heads.
 WIDE = {"hidden_size": 128, "head_dim": 32}
+WIDE_YARN = SMALL_YARN | {
+    "factor": 5.0
+}  # vLLM computes it for ``factor`` times the positions of pre-training, here the whole context of 80
 IMPORTED: dict[str, dict[str, Any]] = {
     "llama-scaled": WIDE,
-    "qwen2-yarn": WIDE,
+    "qwen2-yarn": WIDE | {"rope_scaling": WIDE_YARN},
     "qwen3-plain": WIDE,
     "qwen3_moe-plain": WIDE,
     "smollm3-plain": WIDE,
@@ -72,7 +76,12 @@ IMPORTED: dict[str, dict[str, Any]] = {
     "gemma2-plain": WIDE,
     "gemma3_text-scaled": WIDE,
     "glm4_moe-plain": WIDE,
-    "deepseek_v3-plain": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
+    "deepseek_v3-plain": {
+        "rope_scaling": MSCALE | WIDE_YARN,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+    },
 }
 
 
@@ -155,12 +164,15 @@ SPEC = {
     "d_ff": 48,
     "context": 64,
 }
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 16}
 # what vLLM 0.32 lacks on every machine, then what it lacks on a CPU
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "some layers of qwen2 with a window": ({"family": "qwen2", "qk_norm": False, "qkv_bias": True, "windows": [None, 9]}, "mixed_windows"),
     "some layers of qwen3 with a window": ({"family": "qwen3", "windows": [None, None, None, 9]}, "mixed_windows"),
     "all layers of qwen3 with a window": ({"family": "qwen3", "windows": [9]}, ""),
     "some layers of smollm3 with a window": ({"family": "smollm3", "qk_norm": False, "windows": [9, None]}, ""),
+    "YaRN for fewer positions than the model has": ({"rope_scaling": YARN | {"factor": 3.0}}, "short_yarn"),
+    "YaRN": ({"rope_scaling": YARN}, ""),
     "narrow heads": ({"head_dim": 16}, "no_head_dim"),
     "small latent attention": (
         {"qk_norm": False, "head_dim": 14, "latent": LATENT | {"kv_rank": 16, "rope_head_dim": 6}}, "no_latent"
