@@ -16,18 +16,19 @@ import httpx
 from factory.evals.probes.checks import OF_ENGINE, ProbeCheck, join_sentences
 from factory.evals.probes.conversations import (
     CHATS,
-    INJECTED_CHATS,
     SPACED_CHATS,
     SPACED_TEXTS,
     SYSTEM_CHAT,
     TEXTS,
-    TYPED_CHATS,
-    TYPED_TEXTS,
+    choose_spelled_tokens,
     encode_prompt_or_none,
     list_expected_special_ids,
+    make_injected_chats,
+    make_typed_chats,
+    make_typed_texts,
     select_special_ids,
 )
-from factory.ingest.tokenizer import SPECIAL, Tokenizer
+from factory.ingest.tokenizer import Tokenizer
 from kernels.contract.message import CodedError, Message
 
 CONTINUED = 16  # tokens
@@ -54,6 +55,7 @@ def make_engine_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_b
     """
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [row for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT) if (row := _chat(tokenizer, chat))["ids"] is not None]
+    spelled = choose_spelled_tokens(tokenizer)
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
     # A text that is too long for a tiny context is cut and asked for by its ids.
     prompts: list[tuple[list[int], Any]] = [(row["ids"][: max(1, room)], None) for row in texts]
@@ -62,9 +64,10 @@ def make_engine_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_b
     return {
         "texts": texts,
         "chats": chats,
-        "typed_texts": [_text(tokenizer, text) for text in TYPED_TEXTS],
-        "typed": [row for chat in TYPED_CHATS if (row := _chat(tokenizer, chat))["ids"] is not None],
-        "injected": [_chat(tokenizer, chat) for chat in INJECTED_CHATS],
+        "typed_texts": [_text(tokenizer, text) for text in make_typed_texts(spelled)],
+        "typed": [row for chat in make_typed_chats(spelled) if (row := _chat(tokenizer, chat))["ids"] is not None],
+        "injected": [_chat(tokenizer, chat) for chat in make_injected_chats(spelled)],
+        "spelled": spelled,
         "greedy": greedy,
         "stops": [stop for row in greedy if (stop := _stop(tokenizer, row))],
         "greedy_by_default": greedy_by_default,
@@ -86,9 +89,13 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a stop text from the second half of a continuation, and the text before it; None if the bytes are not whole characters."""
-    written = tokenizer.decode(row["tokens"])
-    if any(token in tokenizer.special_ids for token in row["tokens"]) or "\ufffd" in written or len(written) < 8:
+    """Return a stop text from the second half of a continuation, and the text before it; None if the bytes are not whole characters.
+
+    The text is what the tokens add to the text of the prompt: SentencePiece's decoders drop the first blank of what they decode."""
+    before, both = tokenizer.decode(row["prompt"]), tokenizer.decode([*row["prompt"], *row["tokens"]])
+    written = both.removeprefix(before)
+    special = any(token in tokenizer.special_ids for token in row["tokens"])
+    if special or not before or not both.startswith(before) or "\ufffd" in written or len(written) < 8:
         return None
     stop = written[len(written) // 2 :][:2]
     return {
@@ -107,12 +114,14 @@ class EngineClient:
         self._client, self._fixture, self._tolerance, self._model_name = client, fixture, tolerance, model_name
 
     async def check(self, typed_texts: bool) -> list[ProbeCheck]:
-        """Run all checks. ``typed_texts``: also check that special tokens in a plain prompt stay text. Raises: httpx.HTTPError."""
+        """Run all checks. ``typed_texts``: also check that special tokens in a plain prompt stay text, and in what a foreign template writes.
+
+        Raises: httpx.HTTPError."""
         parts: dict[str, Callable[[], Awaitable[Message]]] = {
             "engine_text": self._texts,
             "engine_chat": self._chats,
             "engine_typed_special": lambda: self._typed(typed_texts),
-            "engine_injected_role": self._injected,
+            "engine_injected_role": lambda: self._injected(typed_texts),
             "engine_stop": self._stops,
             "engine_logprobs": self._continuations,
         }
@@ -157,10 +166,14 @@ class EngineClient:
     async def _typed(self, texts: bool) -> Message:
         for row in self._fixture["typed_texts"] if texts else ():
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
-        for row in self._typed_chats(texts):
+        for row in self._select_defused("typed", texts):
             found = await self._ids({"messages": row["messages"]})
             if self._special(found) != row["frame"]:
-                content = next(m["content"] for m in row["messages"] if any(word in m["content"] for word in SPECIAL))
+                content = next(
+                    m["content"]
+                    for m in row["messages"]
+                    if any(word in m["content"] for word in self._fixture["spelled"])
+                )
                 raise EngineDiffersError(
                     "engine.typed_special", "The text {text!r} in a message becomes special tokens: {ids}",
                     text=content[:40], ids=self._special(found),
@@ -168,18 +181,20 @@ class EngineClient:
         return Message(
             "engine.no_typed_special",
             "In {chats:,} chats, text that spells a special token stays text",
-            chats=len(self._typed_chats(texts)),
+            chats=len(self._select_defused("typed", texts)),
         )
 
-    def _typed_chats(self, reads_text: bool) -> list[dict[str, Any]]:
-        """Return the chats that spell special tokens; none for an engine that matches special tokens in what a foreign template writes."""
-        return list(self._fixture["typed"]) if reads_text or self._fixture["template_defuses"] else []
+    def _select_defused(self, kind: str, reads_text: bool) -> list[dict[str, Any]]:
+        """Return the chats that spell special tokens in texts ('typed') or roles ('injected'); none for an engine that matches special tokens in what
+        a foreign template writes. The router refuses other roles than those of documents before such an engine reads them."""
+        return list(self._fixture[kind]) if reads_text or self._fixture["template_defuses"] else []
 
     def _special(self, ids: list[int]) -> list[int]:
         return select_special_ids(ids, self._fixture["special_ids"])
 
-    async def _injected(self) -> Message:
-        for row in self._fixture["injected"]:
+    async def _injected(self, texts: bool) -> Message:
+        rows = self._select_defused("injected", texts)
+        for row in rows:
             status, found = await self._answer("/tokenize", {"messages": row["messages"]})
             if not 400 <= status < 500 and self._special(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
@@ -190,7 +205,7 @@ class EngineClient:
         return Message(
             "engine.no_injected_role",
             "In {roles:,} roles, text that spells a special token stays text",
-            roles=len(self._fixture["injected"]),
+            roles=len(rows),
         )
 
     async def _stops(self) -> Message:

@@ -22,6 +22,7 @@ from factory.core.workspace import find_checkout_root
 from factory.evals.probes.checks import OF_ENGINE, ProbeCheck
 from factory.evals.probes.engine import EngineClient, Fixture
 from kernels.contract.message import Message
+from models.adapters import find_family_for_export
 from models.spec import ModelSpec
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
@@ -33,6 +34,12 @@ POLL_SECONDS = 0.1
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # environment variables
 # From vLLM 0.32 (vllm/v1/attention/backends/cpu_attn.py). With another head_dim, its engine starts and fails at the first prompt.
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+VLLM_CPU_LATENT = (
+    512,
+    64,
+)  # kv_rank and rope_head_dim, of DeepSeek-V3 itself (vllm/v1/attention/backends/mla/cpu_mla.py)
+# Families whose class in vLLM 0.32 has a window in all layers or in none (vllm/model_executor/models/qwen2.py).
+VLLM_ONE_WINDOW = ("qwen2", "qwen3")
 
 
 @dataclass
@@ -110,10 +117,31 @@ def make_engine_detail(engine: str, detail: str) -> Message:
 
 def find_vllm_obstacle(spec: ModelSpec) -> Message | None:
     """Return why vLLM cannot run a model on this machine; None if there is no known reason. vLLM has the class of each family."""
+    windows = {spec.layer(number).window for number in range(spec.layers)}
+    if len(windows) > 1 and (family := find_family_for_export(spec).name) in VLLM_ONE_WINDOW:
+        return Message(
+            "engine_process.mixed_windows",
+            "vLLM's class for {family} has a window in all layers or in none, and this model has one in some",
+            family=family,
+        )
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and scaling.original_context is not None:
+        positions = int(scaling.factor * scaling.original_context)
+        if positions < spec.context:  # of further positions, log-probabilities are not finite
+            return Message(
+                "engine_process.short_yarn",
+                "vLLM computes YaRN for {positions:,} positions (factor times original_max_position_embeddings), and the model has {context:,}",
+                positions=positions, context=spec.context,
+            )  # fmt: skip
     if Path("/dev/nvidia0").exists():
         return None
-    if spec.latent is not None:  # vllm/platforms/cpu.py
-        return Message("engine_process.no_latent", "vLLM on a CPU does not support multi-head latent attention")
+    if spec.latent is not None:
+        found = (spec.latent.kv_rank, spec.latent.rope_head_dim)
+        return None if found == VLLM_CPU_LATENT else Message(
+            "engine_process.no_latent",
+            "vLLM on a CPU supports multi-head latent attention only with the ranks {known}, and the model has {found}",
+            known=VLLM_CPU_LATENT, found=found,
+        )  # fmt: skip
     if spec.head_dim in VLLM_CPU_HEAD_DIMS:
         return None
     return Message(

@@ -193,8 +193,10 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers gives it to a template: with reasoning under each of its names, and nothing but JSON values."""
-    found: dict[str, Any] = {str(key): _plain(value) for key, value in message.items() if key != "weight"}
+    """Return a message as transformers gives it to a template: with reasoning under each of its names, nothing but JSON values, and no key that is
+    null, because a template would write ``None``."""
+    given = ((key, value) for key, value in message.items() if key != "weight" and value is not None)
+    found: dict[str, Any] = {str(key): _plain(value) for key, value in given}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((found[name] for name in names if found.get(name) is not None), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}

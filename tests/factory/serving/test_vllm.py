@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ import torch
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.evals.probes.engine_process import find_vllm_obstacle
 from factory.ledger.ledger import Ledger
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt_request, make_vllm_engine_kind
+from models.spec import ModelSpec
 from tests.support.messages import refused
+from tests.support.models.small_models import CASES, MSCALE
+from tests.support.models.small_models import YARN as SMALL_YARN
 from tests.support.paths import ROOT
+from tests.support.serving.imported import count_different_served_tokens
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
 from tests.support.trainer.segments import recipe_with
@@ -52,6 +58,40 @@ def trainers_export(folder: Path, family: str) -> Path:
     )
     tokenizer().copy_to(folder)
     return folder
+
+
+# vLLM's attention on a CPU has no smaller heads.
+WIDE = {"hidden_size": 128, "head_dim": 32}
+WIDE_YARN = SMALL_YARN | {
+    "factor": 5.0
+}  # vLLM computes it for ``factor`` times the positions of pre-training, here the whole context of 80
+IMPORTED: dict[str, dict[str, Any]] = {
+    "llama-scaled": WIDE,
+    "qwen2-yarn": WIDE | {"rope_scaling": WIDE_YARN},
+    "qwen3-plain": WIDE,
+    "qwen3_moe-plain": WIDE,
+    "smollm3-plain": WIDE,
+    "olmo2-plain": WIDE,
+    "mistral-windows": WIDE,
+    "gemma2-plain": WIDE,
+    "gemma3_text-scaled": WIDE,
+    "glm4_moe-plain": WIDE,
+    "deepseek_v3-plain": {
+        "rope_scaling": MSCALE | WIDE_YARN,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+    },
+}
+
+
+@pytest.mark.slow("vLLM takes minutes to start")
+@pytest.mark.parametrize("name", IMPORTED)
+def test_vllm_writes_what_transformers_writes_with_an_imported_model(name: str, tmp_path: Path) -> None:
+    """Before it serves, the server makes the parity checks of the release gate: ids of texts and chats, stops, log-probabilities."""
+    kind = vllm_or_skip()
+    case = next(case for case in CASES if str(case) == name)
+    assert count_different_served_tokens(replace(case, keys={**case.keys, **IMPORTED[name]}), tmp_path, 64, kind) == 0
 
 
 @pytest.mark.slow("vLLM takes minutes to start")
@@ -111,3 +151,42 @@ def test_vllm_is_started_on_a_socket_with_the_sampling_defaults_of_the_export(tm
         with refused("serving.vllm_cannot", InputError, export="narrow"):
             make_vllm_engine_kind(tmp_path).command(make_export(tmp_path / "narrow", 1, head_dim=16), "/tmp/x/socket")
     assert "serve-env:" in (ROOT / "Makefile").read_text()
+
+
+LATENT = {"q_rank": 24, "nope_head_dim": 8, "v_head_dim": 10}
+SPEC = {
+    "vocab_size": 96,
+    "d_model": 128,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 32,
+    "d_ff": 48,
+    "context": 64,
+}
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 16}
+# what vLLM 0.32 lacks on every machine, then what it lacks on a CPU
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "some layers of qwen2 with a window": ({"family": "qwen2", "qk_norm": False, "qkv_bias": True, "windows": [None, 9]}, "mixed_windows"),
+    "some layers of qwen3 with a window": ({"family": "qwen3", "windows": [None, None, None, 9]}, "mixed_windows"),
+    "all layers of qwen3 with a window": ({"family": "qwen3", "windows": [9]}, ""),
+    "some layers of smollm3 with a window": ({"family": "smollm3", "qk_norm": False, "windows": [9, None]}, ""),
+    "YaRN for fewer positions than the model has": ({"rope_scaling": YARN | {"factor": 3.0}}, "short_yarn"),
+    "YaRN": ({"rope_scaling": YARN}, ""),
+    "narrow heads": ({"head_dim": 16}, "no_head_dim"),
+    "small latent attention": (
+        {"qk_norm": False, "head_dim": 14, "latent": LATENT | {"kv_rank": 16, "rope_head_dim": 6}}, "no_latent"
+    ),
+    "DeepSeek-V3's latent attention": (
+        {"qk_norm": False, "head_dim": 72, "latent": LATENT | {"kv_rank": 512, "rope_head_dim": 64}}, ""
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_vllm_cannot_compute_is_named_before_it_starts(name: str) -> None:
+    keys, code = OBSTACLES[name]
+    if code in ("no_head_dim", "no_latent") and Path("/dev/nvidia0").exists():
+        pytest.skip("vLLM computes it on a GPU")
+    found = find_vllm_obstacle(ModelSpec(**{**SPEC, **keys}))
+    assert (found.code if found else "") == (f"engine_process.{code}" if code else "")

@@ -26,6 +26,7 @@ from models.divergence import TOLERANCE
 from models.files.model_folder import ModelSource, open_model_folder
 from models.files.safetensors_file import write_weights
 from tests.support.models.small_models import CASES, Case, make_tokens, save_model
+from tests.support.serving.imported import PROMPTS, count_different_served_tokens
 from trainer.model.transformer import Decoder
 from trainer.tools.divergence import compare_with_transformers, load_decoder
 
@@ -192,6 +193,11 @@ def compare_server(subject: Subject) -> float:
     return _largest(torch.cat([one.view(1, -1) for one in logits]) - expected_TV[PROMPT - 1 :])
 
 
+def count_different_tokens_over_http(subject: Subject) -> float:
+    """Greedy tokens of ``factory serve`` after ``factory init --from``, against transformers with the source: how many differ."""
+    return count_different_served_tokens(subject.case, subject.folder / "imported", GENERATED)
+
+
 def _largest(difference: Tensor) -> float:
     return float(difference.detach().abs().max())
 
@@ -213,6 +219,9 @@ CHECKS: Mapping[str, Check] = {
     "greedy": Check("of 64 greedy tokens, different", count_different_tokens, 0),
     "judge": Check("judge's model", compare_judge, 1e-4),
     "server": Check("native server", compare_server, 1e-4),
+    "served": Check(
+        f"of {len(PROMPTS) * GENERATED} tokens of `factory serve`, different", count_different_tokens_over_http, 0
+    ),
 }
 BEGIN, END = "<!-- proof table -->", "<!-- end of the proof table -->"
 
