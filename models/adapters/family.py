@@ -356,6 +356,46 @@ def read_scaling(inner: ConfigReader, context: int) -> dict[str, Any]:
     return {"rope_scaling": parse(RopeScaling, values, str(inner.where), ModelFilesError).model_dump()}
 
 
+def read_ropes_of_two_kinds(
+    reader: ConfigReader, context: int, theta: float, window_theta: float, window_key: str | None = None
+) -> dict[str, Any]:
+    """``rope_theta``, ``rope_scaling`` and ``window_rope_theta`` of a class whose layers with a window have a RoPE of their own, without scaling.
+
+    A file has a mapping for each kind of layers (transformers 5), or ``rope_theta`` and ``rope_scaling`` for layers without a window (4).
+    ``theta``, ``window_theta``: what missing keys mean. ``window_key``: what transformers 4 calls the second.
+    """
+    new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
+    kinds = reader.within("rope_parameters", new or {"full_attention": old, "sliding_attention": None})
+    full = kinds.within("full_attention", kinds.take("full_attention", {}))
+    window = kinds.within("sliding_attention", kinds.take("sliding_attention", {}))
+    kinds.finish()
+    if new is not None:
+        reader.only("rope_scaling", None)
+    found = {
+        "rope_theta": read_one_value(reader, "rope_theta", full, "rope_theta", theta),
+        "window_rope_theta": window.positive("rope_theta", window_theta)
+        if window_key is None
+        else read_one_value(reader, window_key, window, "rope_theta", window_theta),
+    }
+    full.only("truncate", True)  # the classes look for it at another place
+    window.only("rope_type", "default")
+    window.only("type", "default")
+    window.finish()
+    return found | read_scaling(full, context)
+
+
+def write_ropes_of_two_kinds(spec: ModelSpec, window_theta: float) -> dict[str, Any]:
+    """``rope_parameters`` as ``read_ropes_of_two_kinds`` reads it. ``window_theta``: what is written for windows that share a scaled RoPE, which
+    such a class cannot hold."""
+    local = spec.window_rope_theta
+    if local is None:  # one RoPE for all layers, which windows have without scaling
+        local = spec.rope_theta if spec.rope_scaling is None else window_theta
+    return {
+        "full_attention": make_rope_parameters(spec),
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
 def find_mscale(factor: float, mscale: float) -> float:
     """By how much YaRN's attention grows with the factor of the context (arXiv 2309.00071 §3.4, with DeepSeek-V2's ``mscale``)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -168,6 +168,21 @@ CASES = [
     ),
     Case("olmo2", "plain", WHOLE_HEADS | {"rope_theta": 5e5}),
     Case("olmo2", "tied", WHOLE_HEADS | {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LLAMA3}),
+    Case("olmo3", "windows", WHOLE_HEADS | {"sliding_window": WINDOW, "attention_bias": True, "rope_scaling": YARN}),
+    Case(
+        "olmo3",
+        "tied",
+        WHOLE_HEADS
+        | {
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     Case("mistral", "windows", {"sliding_window": WINDOW}),
     Case(
         "mistral",
