@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from models.adapters import (
     deepseek_v3,
+    exaone4,
     gemma2,
     gemma3,
     glm4_moe,
     llama,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from models.adapters.config_reader import ModelFilesError
@@ -51,6 +55,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gemma3,
             qwen3_moe,
             deepseek_v3,
+            exaone4,
+            seed_oss,
+            mixtral,
+            olmoe,
         )
     }
 )

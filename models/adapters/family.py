@@ -198,22 +198,25 @@ def drop_training_keys(spec: ModelSpec) -> ModelSpec:
 
 
 # -- keys that most families share -------------------------------------------------------------------------------------
-def read_common(reader: ConfigReader, head_dim: int | None = None, rope: bool = True, **of_rope: Any) -> dict[str, Any]:
+def read_common(
+    reader: ConfigReader, head_dim: int | None = None, kv_heads: int | None = None, rope: bool = True, **of_rope: Any
+) -> dict[str, Any]:
     """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys.
 
-    ``head_dim``: what a missing key means; None: hidden_size / num_attention_heads. ``of_rope``: of ``read_rope``, which ``rope`` False leaves to
-    the family.
+    ``head_dim``: what a missing key means; None: hidden_size / num_attention_heads. ``kv_heads``: the same of num_key_value_heads, of which null is
+    num_attention_heads in every family. ``of_rope``: of ``read_rope``, which ``rope`` False leaves to the family.
     """
     d_model = reader.whole("hidden_size", 1, 1 << 16)
     heads = reader.whole("num_attention_heads", 1, 1024)
     context = reader.whole("max_position_embeddings", 8, 1 << 24)
     reader.only("rope_interleaved", False)
+    usual_kv = heads if kv_heads is None or reader.is_null("num_key_value_heads") else kv_heads
     return {
         "vocab_size": reader.whole("vocab_size", 4, 1 << 20),
         "d_model": d_model,
         "layers": reader.whole("num_hidden_layers", 1, 512),
         "heads": heads,
-        "kv_heads": reader.whole("num_key_value_heads", 1, 1024, heads),
+        "kv_heads": reader.whole("num_key_value_heads", 1, 1024, usual_kv),
         "head_dim": reader.whole("head_dim", 2, 1024, head_dim or max(1, d_model // heads)),
         "d_ff": reader.whole("intermediate_size", 1, 1 << 18),
         "context": context,

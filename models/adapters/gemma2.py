@@ -42,7 +42,7 @@ def read_block(reader: ConfigReader, **of_rope: Any) -> dict[str, Any]:
     reader.only("hidden_act", GELU)
     reader.only("tie_word_embeddings", True)  # vLLM's classes of Gemma tie their embeddings
     reader.only("use_bidirectional_attention", False)
-    found = read_common(reader, head_dim=256, **of_rope)
+    found = read_common(reader, kv_heads=4, head_dim=256, **of_rope)
     require_dividing_heads(reader, found)
     bias = reader.truth("attention_bias", False)
     return found | {

@@ -118,7 +118,7 @@ def test_what_a_family_holds_has_the_tensors_of_transformers(family: str) -> Non
         config = transformers.AutoConfig.for_model(family, **one.write(stored), pad_token_id=None)
         with torch.device("meta"):
             model = getattr(transformers, one.class_name)(config)
-        found = {name: tuple(tensor.shape) for name, tensor in list_file_tensors(model.state_dict()).items()}
+        found = {name: tuple(tensor.shape) for name, tensor in list_file_tensors(model, model.state_dict()).items()}
         if stored.tied:
             del found["lm_head.weight"]
         assert found == {name: mapping.shape for mapping in one.list_mappings(stored) for name in mapping.theirs}

@@ -254,6 +254,49 @@ CASES = [
         | LATENT
         | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     ),
+    Case("exaone4", "windows", {"sliding_window": WINDOW, "sliding_window_pattern": 2, "rope_theta": 1e6}),
+    Case(
+        "exaone4",
+        "tied",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 4,
+            "tie_word_embeddings": True,
+            "rope_scaling": LLAMA3,
+        },
+    ),
+    Case("seed_oss", "plain", {"rope_theta": 1e7}),
+    Case(
+        "seed_oss",
+        "biases",
+        {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": YARN,
+        },
+    ),
+    Case("mixtral", "plain", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Case(
+        "mixtral",
+        "windows",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW, "tie_word_embeddings": True},
+    ),
+    Case("olmoe", "plain", WHOLE_HEADS | {"num_experts": 8, "num_experts_per_tok": 3}),
+    Case(
+        "olmoe",
+        "tied",
+        WHOLE_HEADS
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": YARN,
+        },
+    ),
 ]
 
 
