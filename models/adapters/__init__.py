@@ -20,6 +20,7 @@ from models.adapters import (
     llama,
     mistral,
     mixtral,
+    nanochat,
     olmo2,
     olmo3,
     olmoe,
@@ -59,6 +60,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             seed_oss,
             mixtral,
             olmoe,
+            nanochat,
         )
     }
 )

@@ -29,8 +29,8 @@ NAMES_OF_GEMMA = {
 def read(reader: ConfigReader) -> dict[str, Any]:
     found = read_block(reader)
     return found | {
-        "attention_softcap": _softcap(reader, "attn_logit_softcapping", 50.0),
-        "logit_softcap": _softcap(reader, "final_logit_softcapping", 30.0),
+        "attention_softcap": read_softcap(reader, "attn_logit_softcapping", 50.0),
+        "logit_softcap": read_softcap(reader, "final_logit_softcapping", 30.0),
         "windows": read_windows(reader, found["layers"], lambda number: number % 2 == 0, usual=4096),
     }
 
@@ -57,7 +57,7 @@ def read_block(reader: ConfigReader, **of_rope: Any) -> dict[str, Any]:
     }
 
 
-def _softcap(reader: ConfigReader, key: str, usual: float) -> float | None:
+def read_softcap(reader: ConfigReader, key: str, usual: float) -> float | None:
     """null is no soft-cap, but a missing key is one of ``usual``."""
     return reader.positive(key, None if reader.is_null(key) else usual)
 

@@ -24,7 +24,7 @@ from kernels.contract.registry import Ops
 from kernels.general_attention.visible_keys import VisibleKeys
 from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
+from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes, list_unit_norms
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_shapes
 from trainer.model import fp8
@@ -147,6 +147,10 @@ class Block(nn.Module):
                 self.register_parameter(name, None)
         self.placement = NORM_PLACEMENTS[shape.norms]
         self.norm_weight = self.weight_plus_one if shape.norm_plus_one else self.weight
+        if not shape.norm_weights:
+            self.norm_weight = self.make_unit_weight
+            for name, size in list_unit_norms(shape, layer).items():
+                setattr(self, name, size)
         self.visibility, self.attention = choose_visibility(shape, described), choose_attention(shape, described)
         self.query_scale = 1.0 if shape.attention_scale is None else shape.attention_scale * shape.head_dim**0.5
         self.attention_products = self.biased_products if shape.qkv_bias else self.products
@@ -253,6 +257,10 @@ class Block(nn.Module):
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
         return 1 + self.tensor.weight(parameter).float()
+
+    def make_unit_weight(self, size: Shape) -> Tensor:
+        """The weight of a norm that has none. In its place, such a block has the weight's size."""
+        return torch.ones(size, dtype=self.dtype, device=self.attention_out.device)
 
 
 def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape]) -> None:
@@ -406,6 +414,8 @@ class Decoder(nn.Module):
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         if self.embedding_scale != 1:
             x_BSD = x_BSD * self.embedding_scale
+        if self.shape.embedding_norm:
+            x_BSD = self.ops.rms_norm(x_BSD, torch.ones_like(x_BSD[0, 0]), self.shape.norm_eps)
         tables = {kind: self._make_rope_tables(positions_BT, kind) for kind in self.rope_kinds}
         tables["none"] = tables[self.rope_kinds[0]]  # not read
         prepared = self._prepare_documents(documents_BT, stretches)
@@ -516,8 +526,11 @@ class Decoder(nn.Module):
         return self.tensor.weight(getattr(self, self.head_name)).to(self.dtype)
 
     def _head_input(self, x_BSD: Tensor) -> Tensor:
-        norm_D = self.tensor.weight(self.final_norm)
-        norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
+        if self.shape.norm_weights:
+            norm_D = self.tensor.weight(self.final_norm)
+            norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
+        else:
+            norm_D = torch.ones_like(x_BSD[0, 0])
         h_BSD = self.ops.rms_norm(x_BSD, norm_D, self.shape.norm_eps)
         share = self.shape.mup_width_ratio  # muP: logits keep their size as the width grows
         return h_BSD if share == 1 else h_BSD * share

@@ -87,20 +87,25 @@ class Case:
         config = self.make_config()
         config._attn_implementation = "eager"
         model = getattr(transformers, FAMILIES[self.family].class_name)(config)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if "e_score_correction_bias" in name:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
-                elif "inv_freq" in name or "embed_scale" in name:
-                    continue
-                elif "norm" in name:
-                    tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
-                elif tensor.ndim == 1:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
-                else:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
-        return model.eval()
+        return randomise_weights(model, seed)
+
+
+def randomise_weights(model: Any, seed: int = 0) -> Any:
+    """Give a model of transformers random weights, for evaluation. No weight, bias or norm has the value that it has at initialisation."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "e_score_correction_bias" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+            elif "inv_freq" in name or "embed_scale" in name:
+                continue
+            elif "norm" in name:
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            elif tensor.ndim == 1:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+    return model.eval()
 
 
 CASES = [
@@ -295,6 +300,17 @@ CASES = [
             "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_scaling": YARN,
+        },
+    ),
+    Case("nanochat", "plain", {"final_logit_softcapping": 3.0}),
+    Case(
+        "nanochat",
+        "biases",
+        {
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         },
     ),
 ]
