@@ -44,6 +44,10 @@ class ExpertsSpec(StrictSchema):
     groups_per_token: Positive = 1
     balance: Literal["bias", "loss"] = "bias"  # how the load is balanced: a bias of the choice, or an auxiliary loss
     loss_weight: Annotated[float, Field(ge=0)] = 1e-3  # of the auxiliary loss (Switch, arXiv 2101.03961 §2.2)
+    bias: bool = False  # the router's scores and the matrices of each expert have biases (gpt-oss)
+    # c: an expert computes g · sigmoid(clamp_alpha · g) · (u + 1), with g = min(gate, c) and u = up within ±c (gpt-oss); null: SwiGLU
+    clamp: PositiveNumber | None = None
+    clamp_alpha: PositiveNumber = 1.702
 
 
 class RopeScaling(StrictSchema):
@@ -128,6 +132,8 @@ Acceptable = Literal[
     "experts.scale",
     "experts.groups",
     "experts.groups_per_token",
+    "experts.clamp",
+    "experts.clamp_alpha",
 ]
 ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
@@ -268,6 +274,10 @@ class ModelSpec(StrictSchema):
                     per_token=experts.per_token,
                 )
             )
+        if experts.shared and (experts.bias or experts.clamp):
+            raise ValueError(
+                Message("models.shared_swiglu", "experts with bias or clamp cannot be shared. Write 'shared: 0'")
+            )
         if self.activation != "silu" or not self.gated or self.mlp_bias:
             raise ValueError(
                 Message("models.experts_swiglu", "a model with experts needs SwiGLU without biases as its MLP")
@@ -406,6 +416,9 @@ class ModelSpec(StrictSchema):
         total += self.d_model * self.norm_weights  # of the final norm
         dense = self.layers if self.experts is None else self.experts.dense_layers
         total += dense * ((2 if self.gated else 1) * self.d_ff + self.d_model) * self.mlp_bias
+        if self.experts is not None and self.experts.bias:
+            e = self.experts
+            total += (self.layers - dense) * e.count * (1 + 2 * e.d_ff + self.d_model)
         return total + (0 if self.tied else self.vocab_size * self.d_model)
 
     @property

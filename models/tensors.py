@@ -112,6 +112,9 @@ def _experts(spec: ModelSpec, experts: ExpertsSpec) -> dict[str, Shape]:
         "experts_up": (E, F, D),
         "experts_down": (E, D, F),
     }
+    if experts.bias:  # those of all experts one after another: no optimiser takes them for a matrix
+        found |= {"router_logits_bias": (E,), "experts_gate_bias": (E * F,), "experts_up_bias": (E * F,)}
+        found["experts_down_bias"] = (E * D,)
     if experts.balance == "bias":
         found["router_bias"] = (E,)
     if experts.shared:

@@ -381,7 +381,7 @@ class ReferenceModel:
     def _mixture(self, x_BTD: torch.Tensor, block: str, experts: ExpertsSpec) -> torch.Tensor:
         """Send each token to its experts (arXiv 2412.19437, §2.1.2; softmax: arXiv 2505.09388, §2)."""
         w, x_ND = self.weights, x_BTD.flatten(0, 1)
-        scores_NE = F.linear(x_ND, w[block + "router"])
+        scores_NE = F.linear(x_ND, w[block + "router"], w.get(block + "router_logits_bias"))
         affinity_NE = scores_NE.sigmoid() if experts.scores == "sigmoid" else scores_NE.softmax(-1)
         ranked_NE = affinity_NE + w.get(block + "router_bias", torch.zeros(()))
         if experts.groups > 1:  # a group's rank is the sum of its two best experts
@@ -400,9 +400,19 @@ class ReferenceModel:
         for expert in range(experts.count):
             at = chosen_NE[:, expert].nonzero()[:, 0]
             if len(at):
-                parts = (w[f"{block}experts_{part}"][expert] for part in ("gate", "up", "down"))
-                y_ND[at] += weight_NE[at, expert, None] * _swiglu(x_ND[at], *parts)
+                y_ND[at] += weight_NE[at, expert, None] * self._expert(x_ND[at], block, expert, experts)
         return y_ND.view_as(x_BTD)
+
+    def _expert(self, x_MD: torch.Tensor, block: str, expert: int, experts: ExpertsSpec) -> torch.Tensor:
+        def product(x: torch.Tensor, part: str) -> torch.Tensor:
+            y = x @ self.weights[f"{block}experts_{part}"][expert].T
+            return y + self.weights[f"{block}experts_{part}_bias"].view(experts.count, -1)[expert] if experts.bias else y
+
+        gate, up = product(x_MD, "gate"), product(x_MD, "up")
+        if experts.clamp is None:
+            return product(F.silu(gate) * up, "down")
+        gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+        return product(gate * torch.sigmoid(experts.clamp_alpha * gate) * (up + 1), "down")
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self.weights[name], self.weights.get(name + "_bias"))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kernels.contract.message import Message
 from kernels.contract.strict import parse
@@ -56,8 +56,26 @@ OF_TRAINING = ("context", "max_positions", "across_documents", "base_d_model", "
 OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
 
 
+class TensorMapping(Protocol):
+    """Native tensors and the tensors of the family's files that hold them: either several native ones are in one, or one native one is in several."""
+
+    @property
+    def natives(self) -> tuple[str, ...]: ...
+    @property
+    def theirs(self) -> tuple[str, ...]: ...
+    @property
+    def shape(self) -> Shape:
+        """Of each of ``theirs``."""
+
+    def to_native(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The native tensors by name. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
+
+    def to_theirs(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the files by name. ``read`` returns a native one."""
+
+
 @dataclass(frozen=True)
-class TensorMapping:
+class OneNative:
     """One native tensor and the tensors of the family's files that hold it. If there are several, the native one has them stacked.
 
     ``rows``: the order of the rows: native row i is their row ``rows[i]``. None: the same order.
@@ -68,8 +86,11 @@ class TensorMapping:
     shape: Shape  # of each of ``theirs``
     rows: tuple[int, ...] | None = None
 
-    def to_native(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The native tensor. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
+    @property
+    def natives(self) -> tuple[str, ...]:
+        return (self.native,)
+
+    def to_native(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         import torch
 
         if len(self.theirs) == 1:
@@ -80,15 +101,79 @@ class TensorMapping:
             found[0] = first
             for number, name in enumerate(self.theirs[1:], start=1):
                 found[number] = read(name)
-        return found if self.rows is None else found[torch.tensor(self.rows)]
+        yield self.native, found if self.rows is None else found[torch.tensor(self.rows)]
 
-    def to_theirs(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the files by name, from the native one."""
+    def to_theirs(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         import torch
 
+        tensor = read(self.native)
         if self.rows is not None:
             tensor = tensor[torch.tensor(self.rows).argsort()]
         yield from zip(self.theirs, tensor.unbind() if len(self.theirs) > 1 else (tensor,), strict=True)
+
+
+@dataclass(frozen=True)
+class Join:
+    """How one tensor of a family's files holds native tensors of a layer: with the rows of ``parts`` one after another.
+
+    ``in_turn``: the first row of each part, then the second of each. ``transposed``: a matrix is stored [in, out]. Biases of experts, which natively
+    are one vector, are stored [expert, out].
+    """
+
+    name: str  # below ``model.layers.N.``
+    parts: tuple[str, ...]
+    in_turn: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class OneOfTheirs:
+    """One tensor of the family's files and the native tensors that are parts of it."""
+
+    join: Join
+    natives: tuple[str, ...]
+    theirs: tuple[str, ...]
+    shapes: tuple[Shape, ...]  # native, of biases of experts [expert, out]
+    rows: tuple[tuple[int, ...] | None, ...]  # of each part, as in ``OneNative``
+
+    @property
+    def shape(self) -> Shape:
+        shape = list(self.shapes[0])
+        shape[self._dim] = sum(one[self._dim] for one in self.shapes)
+        if self.join.transposed:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape)
+
+    @property
+    def _dim(self) -> int:
+        """Of the rows."""
+        return len(self.shapes[0]) - (1 if self.natives[0].endswith("bias") else 2)
+
+    def to_native(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        import torch
+
+        dim, tensor = self._dim, read(self.theirs[0])
+        if self.join.transposed:
+            tensor = tensor.transpose(-1, -2)
+        if self.join.in_turn:
+            parts = tensor.unflatten(dim, (-1, len(self.natives))).unbind(dim + 1)
+        else:
+            parts = tensor.split([shape[dim] for shape in self.shapes], dim)
+        for name, part, rows in zip(self.natives, parts, self.rows, strict=True):
+            found = part if rows is None else part[torch.tensor(rows)]
+            yield name, (found.flatten() if name.endswith("bias") else found).contiguous()
+
+    def to_theirs(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        import torch
+
+        parts = [read(name).view(shape) for name, shape in zip(self.natives, self.shapes, strict=True)]
+        parts = [
+            part if rows is None else part[torch.tensor(rows).argsort()]
+            for part, rows in zip(parts, self.rows, strict=True)
+        ]
+        dim = self._dim
+        tensor = torch.stack(parts, dim + 1).flatten(dim, dim + 1) if self.join.in_turn else torch.cat(parts, dim)
+        yield self.theirs[0], (tensor.transpose(-1, -2) if self.join.transposed else tensor).contiguous()
 
 
 @dataclass(frozen=True)
@@ -101,6 +186,7 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: NAMES
     order_rows: Callable[[ModelSpec, str], tuple[int, ...] | None] = lambda spec, key: None
+    joins: Collection[Join] = ()  # the tensors of the files that hold several native ones
     # The same function in the form that the family's files hold: for example with a head of its own, if the class cannot tie it.
     as_stored: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
     idle: Collection[str] = ()  # further keys that change nothing
@@ -162,17 +248,36 @@ class Family:
 
     def list_mappings(self, spec: ModelSpec) -> list[TensorMapping]:
         """Each tensor of the files. ``spec`` is as the files hold it (``as_stored``)."""
-        return [self._mapping(spec, name, shape) for name, shape in list_tensor_shapes(spec).items()]
+        shapes = list_tensor_shapes(spec)
+        joins = {join.parts[0]: join for join in self.joins}
+        others = {key for join in self.joins for key in join.parts[1:]}
+        found: list[TensorMapping] = []
+        for name, shape in shapes.items():
+            key = name.rpartition(".")[2]
+            if key in joins:
+                found.append(self._join(spec, joins[key], name, shapes))
+            elif key not in others:
+                found.append(self._mapping(spec, name, shape))
+        return found
 
-    def _mapping(self, spec: ModelSpec, name: str, shape: Shape) -> TensorMapping:
+    def _mapping(self, spec: ModelSpec, name: str, shape: Shape) -> OneNative:
         ends = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
         if name in ends:
-            return TensorMapping(name, (ends[name],), shape)
+            return OneNative(name, (ends[name],), shape)
         _, layer, key = name.split(".")
         theirs = f"model.layers.{layer}.{self.names(spec)[key]}"
         if "{}" in theirs:
-            return TensorMapping(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
-        return TensorMapping(name, (theirs,), shape, self.order_rows(spec, key))
+            return OneNative(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
+        return OneNative(name, (theirs,), shape, self.order_rows(spec, key))
+
+    def _join(self, spec: ModelSpec, join: Join, first: str, shapes: Mapping[str, Shape]) -> OneOfTheirs:
+        layer = first.rpartition(".")[0]
+        natives = tuple(f"{layer}.{key}" for key in join.parts)
+        sizes = [shapes[name] for name in natives]
+        if spec.experts is not None and join.parts[0].startswith("experts_") and len(sizes[0]) == 1:
+            sizes = [(spec.experts.count, size // spec.experts.count) for (size,) in sizes]
+        rows = tuple(self.order_rows(spec, key) for key in join.parts)
+        return OneOfTheirs(join, natives, (f"model.{layer.replace('blocks', 'layers')}.{join.name}",), tuple(sizes), rows)
 
 
 def drop_training_keys(spec: ModelSpec) -> ModelSpec:

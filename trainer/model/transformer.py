@@ -40,7 +40,7 @@ SPLIT_BY_ROWS = (
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
 DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
-OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias")  # None in a block that lacks them
+OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias", "router_logits_bias")  # None in a block that lacks them
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -165,6 +165,7 @@ class Block(nn.Module):
             from trainer.model import experts as mixture  # it imports torch's compiler, which takes a second
 
             self.mixture = mixture
+            self.apply_expert_gate = mixture.choose_gate(self.experts, ops)
 
     def forward(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any = None
@@ -221,9 +222,14 @@ class Block(nn.Module):
         assert self.experts is not None
         weight = self.weight
         h_ND, holds_BT = h_BTD.flatten(0, 1), documents_BT >= 0
-        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts)
-        gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
-        y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        logits_bias = None if self.router_logits_bias is None else weight(self.router_logits_bias)
+        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts, logits_bias)
+        gate, up, down = (weight(m) for m in (self.experts_gate, self.experts_up, self.experts_down))
+        if self.experts.bias:
+            biases = (weight(b) for b in (self.experts_gate_bias, self.experts_up_bias, self.experts_down_bias))
+            gate, up, down = map(self.mixture.append_bias, (gate, up, down), biases)
+        matrices = (matrix.transpose(1, 2) for matrix in (gate, up, down))
+        y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, *matrices, self.apply_expert_gate).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.apply_mlp(h_BTD, "shared_gate", "shared_up", "shared_down")
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
@@ -551,6 +557,7 @@ def look_up_rope_tables(
     positions = torch.arange(context, device=positions_BT.device).float()
     angles_PK = positions.unsqueeze(-1) * frequencies.repeat(2)
     cos_PK, sin_PK = angles_PK.cos(), angles_PK.sin()
-    if factor != 1:
-        cos_PK, sin_PK = cos_PK * factor, sin_PK * factor
+    if factor != 1:  # of the pairs that turn
+        factor_K = torch.where(frequencies == 0, 1.0, factor).repeat(2)
+        cos_PK, sin_PK = cos_PK * factor_K, sin_PK * factor_K
     return F.embedding(positions_BT, cos_PK.to(dtype)), F.embedding(positions_BT, sin_PK.to(dtype))

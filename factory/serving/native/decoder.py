@@ -305,7 +305,7 @@ class CachedDecoder:
 
     def _mixture(self, x_ND: torch.Tensor, block: Block, experts: ExpertsSpec) -> torch.Tensor:
         """Send each token to ``per_token`` experts, chosen by biased scores and weighted by unbiased ones (arXiv:2412.19437, §2.1.2)."""
-        scores_NE = F.linear(x_ND, block["router"])
+        scores_NE = F.linear(x_ND, block["router"], block.get("router_logits_bias"))
         affinity_NE = scores_NE.sigmoid() if experts.scores == "sigmoid" else scores_NE.softmax(-1)
         ranked_NE = affinity_NE + block["router_bias"] if "router_bias" in block else affinity_NE
         if experts.groups > 1:
@@ -322,9 +322,22 @@ class CachedDecoder:
         y_ND = _swiglu(x_ND, block["shared_gate"], block["shared_down"]) if experts.shared else torch.zeros_like(x_ND)
         for expert in chosen_NP.unique().tolist():
             token_M, place_M = (chosen_NP == expert).nonzero(as_tuple=True)
-            out_MD = _swiglu(x_ND[token_M], block["experts_gate"][expert], block["experts_down"][expert])
-            y_ND[token_M] += weight_NP[token_M, place_M, None] * out_MD
+            y_ND[token_M] += weight_NP[token_M, place_M, None] * self._expert(x_ND[token_M], block, expert, experts)
         return y_ND
+
+    def _expert(self, x_MD: torch.Tensor, block: Block, expert: int, experts: ExpertsSpec) -> torch.Tensor:
+        gate_up, down = block["experts_gate"][expert], block["experts_down"][expert]
+        if not experts.bias and experts.clamp is None:
+            return _swiglu(x_MD, gate_up, down)
+        biases: list[torch.Tensor | None] = [None, None, None]
+        if experts.bias:
+            keys = ("experts_gate_bias", "experts_up_bias", "experts_down_bias")
+            biases = [block[key].view(experts.count, -1)[expert] for key in keys]
+        gate, up = (F.linear(x_MD, w, b) for w, b in zip(gate_up.chunk(2), biases[:2], strict=True))
+        if experts.clamp is None:
+            return F.linear(F.silu(gate) * up, down, biases[2])
+        gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+        return F.linear(gate * (gate * experts.clamp_alpha).sigmoid() * (up + 1), down, biases[2])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """RMSNorm; ``x`` itself if the layer has no norm here."""

@@ -251,6 +251,7 @@ CASES = [
             "tie_word_embeddings": True,
         },
     ),
+    Case("glm4_moe", "yarn", EXPERTS | {"partial_rotary_factor": 0.5, "rope_scaling": YARN}),
     Case("deepseek_v3", "plain", EXPERTS | LATENT | {"rope_scaling": MSCALE}),
     Case(
         "deepseek_v3",
@@ -311,6 +312,34 @@ CASES = [
             "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    Case("phi3", "windows", {"sliding_window": WINDOW, "partial_rotary_factor": 0.5}),
+    Case("phi3", "tied", {"tie_word_embeddings": True, "rope_theta": 2.5e5}),
+    Case(
+        "gpt_oss",
+        "plain",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 1.0,
+            "rope_scaling": YARN | {"truncate": False},
+        },
+    ),
+    Case(
+        "gpt_oss",
+        "tied",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "swiglu_limit": 2.0,
+            "swiglu_alpha": 1.2,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
 ]
