@@ -44,7 +44,9 @@ def list_block_shapes(spec: ModelSpec, number: int) -> dict[str, Shape]:
 
 def list_unit_norms(spec: ModelSpec, number: int) -> dict[str, Shape]:
     """The name and shape of each norm of one layer that has no weight, and so multiplies by one."""
-    return {} if spec.norm_weights else {key: shape for key, shape in _block(spec, number).items() if key.endswith("norm")}
+    return (
+        {} if spec.norm_weights else {key: shape for key, shape in _block(spec, number).items() if key.endswith("norm")}
+    )
 
 
 def _block(spec: ModelSpec, number: int) -> dict[str, Shape]:

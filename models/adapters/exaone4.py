@@ -50,7 +50,11 @@ def _read_layers(reader: ConfigReader, layers: int) -> dict[str, Any]:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    found = write_common(spec) | {"sliding_window": None, "layer_types": ["full_attention"] * spec.layers} | write_windows(spec)
+    found = (
+        write_common(spec)
+        | {"sliding_window": None, "layer_types": ["full_attention"] * spec.layers}
+        | write_windows(spec)
+    )
     for key in ("attention_bias", "use_sliding_window"):
         del found[key]
     return found

@@ -277,7 +277,9 @@ class Family:
         if spec.experts is not None and join.parts[0].startswith("experts_") and len(sizes[0]) == 1:
             sizes = [(spec.experts.count, size // spec.experts.count) for (size,) in sizes]
         rows = tuple(self.order_rows(spec, key) for key in join.parts)
-        return OneOfTheirs(join, natives, (f"model.{layer.replace('blocks', 'layers')}.{join.name}",), tuple(sizes), rows)
+        return OneOfTheirs(
+            join, natives, (f"model.{layer.replace('blocks', 'layers')}.{join.name}",), tuple(sizes), rows
+        )
 
 
 def drop_training_keys(spec: ModelSpec) -> ModelSpec:

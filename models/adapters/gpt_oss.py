@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from models.adapters.config_reader import ConfigReader
-from models.adapters.family import NAMES, Family, Join, read_common, read_windows, require_silu, write_common, write_windows
+from models.adapters.family import (
+    NAMES,
+    Family,
+    Join,
+    read_common,
+    read_windows,
+    require_silu,
+    write_common,
+    write_windows,
+)
 from models.adapters.mixtral import OF_MIXTRAL, as_stored
 from models.spec import ModelSpec, RopeScaling
 
@@ -80,5 +89,5 @@ FAMILY = Family(
         Join("mlp.experts.down_proj", ("experts_down",), transposed=True),
         Join("mlp.experts.down_proj_bias", ("experts_down_bias",)),
     ),
-    idle=("router_aux_loss_coef", "initial_context_length", "sliding_window"),
+    idle=("router_aux_loss_coef", "initial_context_length"),
 )

@@ -22,7 +22,9 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     scaling = found.get("rope_scaling") or {}
     if scaling.get("kind") == "yarn" and scaling["factor"] > 1 and scaling["attention_factor"] != 1.0:
         # the norm after RoPE would remove the factor
-        raise reader.unexpected("attention_factor", Message("models.unit_factor", "1.0, with rope_type yarn"), scaling["attention_factor"])
+        raise reader.unexpected(
+            "attention_factor", Message("models.unit_factor", "1.0, with rope_type yarn"), scaling["attention_factor"]
+        )
     bias = reader.truth("attention_bias", False)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
@@ -53,8 +55,12 @@ def order_rows(spec: ModelSpec, key: str) -> tuple[int, ...] | None:
     if heads is None:
         return None
     half = spec.head_dim // 2
-    return tuple(head * spec.head_dim + (row + half) % spec.head_dim for head in range(heads) for row in range(spec.head_dim))
+    return tuple(
+        head * spec.head_dim + (row + half) % spec.head_dim for head in range(heads) for row in range(spec.head_dim)
+    )
 
 
 NAMES_OF_NANOCHAT = {**NAMES, "up": "mlp.fc1.weight", "down": "mlp.fc2.weight"}
-FAMILY = Family("nanochat", "NanoChatForCausalLM", read, write, names=lambda spec: NAMES_OF_NANOCHAT, order_rows=order_rows)
+FAMILY = Family(
+    "nanochat", "NanoChatForCausalLM", read, write, names=lambda spec: NAMES_OF_NANOCHAT, order_rows=order_rows
+)

@@ -9,7 +9,13 @@ from typing import Any
 
 from kernels.contract.message import Message
 from models.adapters.config_reader import ConfigReader
-from models.adapters.family import Family, read_ropes_of_two_kinds, read_windows, write_ropes_of_two_kinds, write_windows
+from models.adapters.family import (
+    Family,
+    read_ropes_of_two_kinds,
+    read_windows,
+    write_ropes_of_two_kinds,
+    write_windows,
+)
 from models.adapters.olmo2 import NAMES_OF_OLMO, read_block
 from models.adapters.olmo2 import write as write_block
 from models.spec import ModelSpec
@@ -25,7 +31,11 @@ def read(reader: ConfigReader) -> dict[str, Any]:
         del rope["window_rope_theta"]
     elif reader.take("rope_parameters", None) is None and rope["rope_theta"] != THETA:
         # transformers 5 gives such a rope_theta to the layers without a window, and 4 gave it to all
-        alone = Message("models.theta_of_kinds", "{theta}, or rope_parameters with a rope_theta for each kind of layers", theta=THETA)
+        alone = Message(
+            "models.theta_of_kinds",
+            "{theta}, or rope_parameters with a rope_theta for each kind of layers",
+            theta=THETA,
+        )
         raise reader.unexpected("rope_theta", alone, rope["rope_theta"])
     return found | rope | {"windows": windows}
 

@@ -27,7 +27,11 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.only("use_sliding_window", False)
     found = read_common(reader, share=1.0)
     if scaling := found.get("rope_scaling"):
-        raise reader.unexpected("rope_scaling", Message("models.no_scaling", "null, because the class scales in a way that cannot be held"), scaling["kind"])
+        raise reader.unexpected(
+            "rope_scaling",
+            Message("models.no_scaling", "null, because the class scales in a way that cannot be held"),
+            scaling["kind"],
+        )
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
         "windows": read_window_everywhere(reader, reader.whole("sliding_window", 1, 1 << 24, None)),

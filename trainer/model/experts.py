@@ -152,8 +152,8 @@ def compute_expert_outputs(
 ) -> Tensor:
     """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(apply_gate(gate, up)).
 
-    A matrix that has more inputs than the tokens have values ends with its bias (``append_bias``). Tokens are sorted by expert, so that each expert is one matrix product, and are then put back in place. No sum depends on the order in
-    which threads run.
+    A matrix that has more inputs than the tokens have values ends with its bias (``append_bias``). Tokens are sorted by expert, so that each expert
+    is one matrix product, and are then put back in place. No sum depends on the order in which threads run.
     """
     N, k = routing.experts_Nk.shape
     flat = routing.experts_Nk.flatten()

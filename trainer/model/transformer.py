@@ -40,7 +40,13 @@ SPLIT_BY_ROWS = (
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
 DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
-OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias", "router_logits_bias")  # None in a block that lacks them
+OPTIONAL = (
+    "attention_out_bias",
+    "down_bias",
+    "sinks",
+    "router_bias",
+    "router_logits_bias",
+)  # None in a block that lacks them
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections import Counter
@@ -27,12 +28,19 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "pad_token_id": None, "head_dim": 4,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 SCALINGS: list[Any] = [
     None, {}, {"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}, YARN, LLAMA3, {"rope_type": "default"},
     YARN | {"truncate": False}, YARN | {"attention_factor": 1.0}, YARN | {"beta_fast": 4.0, "beta_slow": 2.0},
     YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, {"rope_type": "default", "rope_theta": 3e3}, YARN | {"rope_theta": 2e3},
-    {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]},
     {FULL: {"rope_type": "default", "rope_theta": 2e3}, WINDOW: {"rope_type": "default", "rope_theta": 3e2}}, {FULL: YARN}, {WINDOW: YARN},
     {FULL: {"rope_type": "linear", "factor": 2.0}, WINDOW: {"rope_type": "linear", "factor": 2.0}},
 ]  # fmt: skip
@@ -40,9 +48,11 @@ ANY: dict[str, list[Any]] = {
     "num_key_value_heads": [1, 4, None], "head_dim": [8, None, 6], "tie_word_embeddings": [True, False, None], "rope_theta": [1e3, 5e5, None],
     "rope_scaling": SCALINGS, "rope_parameters": SCALINGS, "attention_bias": [True, False, None], "mlp_bias": [True, False, None],
     "sliding_window": [5, 24, None], "use_sliding_window": [True, False, None], "max_window_layers": [0, 1, 28],
-    "layer_types": [None, [FULL] * LAYERS, [WINDOW] * LAYERS, [WINDOW, FULL, WINDOW], [FULL, WINDOW, FULL], [WINDOW, WINDOW, FULL], [FULL, FULL, WINDOW]],
+    "layer_types": [None, [FULL] * LAYERS, [WINDOW] * LAYERS, [WINDOW, FULL, WINDOW], [FULL, WINDOW, FULL], [WINDOW, WINDOW, FULL],
+                    [FULL, FULL, WINDOW]],
     "hidden_act": ["silu", "gelu", "gelu_pytorch_tanh", "relu2"], "partial_rotary_factor": [0.5, 1.0, None], "pretraining_tp": [1, 2],
-    "rms_norm_eps": [1e-2, 1e-6], "clip_qkv": [None, 0.5], "hidden_size": [20, 24], "num_attention_heads": [2, 3], "sliding_window_pattern": [1, 2, 3, "LLG", None],
+    "rms_norm_eps": [1e-2, 1e-6], "clip_qkv": [None, 0.5], "hidden_size": [20, 24], "num_attention_heads": [2, 3],
+    "sliding_window_pattern": [1, 2, 3, "LLG", None],
 }  # fmt: skip
 EXPERTS: dict[str, list[Any]] = {
     "num_experts_per_tok": [1, 2, 3], "norm_topk_prob": [True, False, None], "router_aux_loss_coef": [0.1], "output_router_logits": [True, False, None],
@@ -50,14 +60,22 @@ EXPERTS: dict[str, list[Any]] = {
     "router_jitter_noise": [0.0, 0.1], "first_k_dense_replace": [0, 1, 2], "n_shared_experts": [1, 2, 0], "routed_scaling_factor": [1.0, 2.5],
 }  # fmt: skip
 GEMMA: dict[str, list[Any]] = {
-    "attn_logit_softcapping": [None, 1.0], "final_logit_softcapping": [None, 2.0], "query_pre_attn_scalar": [4, 9], "hidden_activation": [None, "gelu"],
+    "attn_logit_softcapping": [None, 1.0], "final_logit_softcapping": [None, 2.0], "query_pre_attn_scalar": [4, 9],
+    "hidden_activation": [None, "gelu"],
     "rope_local_base_freq": [1e2], "use_bidirectional_attention": [None, True], "hidden_act": ["gelu_pytorch_tanh", "silu"],
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 16}
 DEEPSEEK = MIXTURE | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1,
                       "n_shared_experts": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 4}  # fmt: skip
 del DEEPSEEK["num_experts"]
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6, "rms_norm_eps": 1e-6}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "rms_norm_eps": 1e-6,
+}
 # Of each family: keys that a file always has, and keys that it may have.
 SAID: dict[str, dict[str, Any]] = {
     "qwen3_moe": MIXTURE,
@@ -65,6 +83,7 @@ SAID: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK | LATENT,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
 }
 ALSO: dict[str, dict[str, list[Any]]] = {
     "gemma2": GEMMA,
@@ -76,6 +95,9 @@ ALSO: dict[str, dict[str, list[Any]]] = {
     "olmoe": EXPERTS,
     "smollm3": {"no_rope_layer_interval": [2, 3, 4], "no_rope_layers": [None, [1, 0, 1], [0, 0, 0], [1, 1, 1]]},
     "seed_oss": {"attention_out_bias": [True, False, None]},
+    "nanochat": {"final_logit_softcapping": [None, 2.0], "hidden_act": ["relu2", "silu", None]},
+    "phi3": {"original_max_position_embeddings": [8, None], "partial_rotary_factor": [0.5, 0.75, 1.0]},
+    "gpt_oss": EXPERTS | {"swiglu_limit": [1.0, 0.2, None], "swiglu_alpha": [1.0, None], "experts_per_token": [2, 3]},
 }
 
 
@@ -86,9 +108,11 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     pool = ANY | ALSO.get(family, {})
     for key in random_.sample(sorted(pool), random_.choice([0, 1, 1, 2, 2, 3, 4])):
         keys[key] = random_.choice(pool[key])
-    for key in random_.sample(["num_key_value_heads", "head_dim", "max_position_embeddings"], random_.choice([0, 0, 0, 1])):
+    for key in random_.sample(
+        ["num_key_value_heads", "head_dim", "max_position_embeddings"], random_.choice([0, 0, 0, 1])
+    ):
         keys.pop(key, None)
-    return {"model_type": family} | keys
+    return copy.deepcopy({"model_type": family} | keys)  # transformers writes into the mappings that it gets
 
 
 def compare(family: str, seed: int) -> tuple[str, float]:
@@ -103,7 +127,7 @@ def compare(family: str, seed: int) -> tuple[str, float]:
         assert error.data.get("key") or error.code == "strict.wrong_value", (error.code, error.data)
         return "refused", 0.0
     try:
-        given = {key: value for key, value in keys.items() if key != "model_type"}
+        given = {key: value for key, value in draw_config(family, seed).items() if key != "model_type"}
         config = transformers.AutoConfig.for_model(family, **given)
         config._attn_implementation = "eager"
         theirs = randomise_weights(getattr(transformers, adapter.class_name)(config), seed)

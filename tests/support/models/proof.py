@@ -90,7 +90,9 @@ def count_equal_tensors(subject: Subject) -> float:
     native = dict(source.iterate_native())
     back = dict(convert_to_files(source.spec, source.family, native.__getitem__))
     stored = {
-        name: tensor for name, tensor in list_file_tensors(subject.theirs, subject.theirs.state_dict()).items() if name in source.dtypes
+        name: tensor
+        for name, tensor in list_file_tensors(subject.theirs, subject.theirs.state_dict()).items()
+        if name in source.dtypes
     }
     assert stored and set(stored) <= set(back)
     return sum(not torch.equal(back[name], tensor) for name, tensor in stored.items())
