@@ -61,7 +61,7 @@ MUTATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3-windows", {"rope_scaling": None}, "blocks.3"),
     ("exaone4-windows", {"nope_every": None}, "blocks.1"),
     ("exaone4-windows", {"windows": None}, EVERYWHERE),
-    ("nanochat-plain", {"embedding_norm": False}, EVERYWHERE),
+    ("nanochat-plain", {"embedding_norm": False}, "embedding"),
     ("nanochat-plain", {"activation": "gelu"}, EVERYWHERE),
     ("nanochat-plain", {"logit_softcap": None}, "logits"),
     ("gpt_oss-plain", {"experts": {"clamp": None}}, EVERYWHERE),

@@ -55,7 +55,8 @@ ANY: dict[str, list[Any]] = {
     "sliding_window_pattern": [1, 2, 3, "LLG", None],
 }  # fmt: skip
 EXPERTS: dict[str, list[Any]] = {
-    "num_experts_per_tok": [1, 2, 3], "norm_topk_prob": [True, False, None], "router_aux_loss_coef": [0.1], "output_router_logits": [True, False, None],
+    "num_experts_per_tok": [1, 2, 3], "norm_topk_prob": [True, False, None], "router_aux_loss_coef": [0.1],
+    "output_router_logits": [True, False, None],
     "shared_expert_intermediate_size": [0, 8], "mlp_only_layers": [[], [0], [1], None], "decoder_sparse_step": [1, 2],
     "router_jitter_noise": [0.0, 0.1], "first_k_dense_replace": [0, 1, 2], "n_shared_experts": [1, 2, 0], "routed_scaling_factor": [1.0, 2.5],
 }  # fmt: skip
