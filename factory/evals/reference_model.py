@@ -405,10 +405,8 @@ class ReferenceModel:
 
     def _expert(self, x_MD: torch.Tensor, block: str, expert: int, experts: ExpertsSpec) -> torch.Tensor:
         def product(x: torch.Tensor, part: str) -> torch.Tensor:
-            y = x @ self.weights[f"{block}experts_{part}"][expert].T
-            return (
-                y + self.weights[f"{block}experts_{part}_bias"].view(experts.count, -1)[expert] if experts.bias else y
-            )
+            bias = self.weights[f"{block}experts_{part}_bias"].view(experts.count, -1)[expert] if experts.bias else None
+            return F.linear(x, self.weights[f"{block}experts_{part}"][expert], bias)
 
         gate, up = product(x_MD, "gate"), product(x_MD, "up")
         if experts.clamp is None:

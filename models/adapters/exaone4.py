@@ -30,10 +30,9 @@ def read(reader: ConfigReader) -> dict[str, Any]:
 
 def _read_layers(reader: ConfigReader, layers: int) -> dict[str, Any]:
     """``windows`` and ``nope_every``: with a window, exactly the layers that have it have RoPE. Without one, all layers have RoPE."""
-    kinds = reader.take("layer_types", None)
-    every = reader.take("sliding_window_pattern", 4)
+    kinds, every = reader.take("layer_types", None), 1
     if kinds is not None:
-        pass  # the class reads no pattern then, which is a text in published files
+        reader.take("sliding_window_pattern", None)  # a text in published files. The class does not read it then
     elif reader.is_null("sliding_window"):
         raise reader.missing("layer_types")  # the class divides by 0 then
     else:

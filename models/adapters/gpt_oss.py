@@ -11,7 +11,6 @@ from models.adapters.config_reader import ConfigReader
 from models.adapters.family import (
     NAMES,
     Family,
-    Join,
     read_common,
     read_windows,
     require_silu,
@@ -19,6 +18,7 @@ from models.adapters.family import (
     write_windows,
 )
 from models.adapters.mixtral import OF_MIXTRAL, as_stored
+from models.adapters.tensor_mapping import Join
 from models.spec import ModelSpec, RopeScaling
 
 # what a file without RoPE's parameters means

@@ -11,13 +11,13 @@ from kernels.contract.message import Message
 from models.adapters.config_reader import ConfigReader
 from models.adapters.family import (
     Family,
-    Join,
     list_partial_rope_rows,
     read_common,
     read_window_everywhere,
     require_silu,
     write_common,
 )
+from models.adapters.tensor_mapping import Join
 from models.spec import ModelSpec
 
 

@@ -8,7 +8,6 @@ balanced by the bias, or by a loss of each row of the batch (``TokenRouting.bala
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from kernels.contract.registry import Ops
 from models.spec import GROUPED_MULTIPLE, ExpertsSpec
 
-Gate = Callable[[Tensor, Tensor], Tensor]
 LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
 
@@ -114,17 +112,12 @@ def measure_routing(routing: TokenRouting, holds_BT: Tensor, experts: ExpertsSpe
     return torch.cat(parts)
 
 
-def choose_gate(experts: ExpertsSpec, ops: Ops) -> Gate:
-    """What an expert computes of its gate and up: SwiGLU, or with ``experts.clamp`` that of gpt-oss."""
-    limit, alpha = experts.clamp, experts.clamp_alpha
-    if limit is None:
-        return ops.swiglu
-
-    def apply_clamped(gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * (gate * alpha).sigmoid() * (up + 1)
-
-    return apply_clamped
+def apply_gate(gate: Tensor, up: Tensor, experts: ExpertsSpec, ops: Ops) -> Tensor:
+    """What an expert computes of its gate and up: SwiGLU, or with ``experts.clamp`` that of gpt-oss (arXiv 2508.10925)."""
+    if experts.clamp is None:
+        return ops.swiglu(gate, up)
+    gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+    return gate * (gate * experts.clamp_alpha).sigmoid() * (up + 1)
 
 
 def append_bias(weight_EXY: Tensor, bias_EX: Tensor) -> Tensor:
@@ -148,9 +141,15 @@ def append_one(x_NY: Tensor, weight_EYX: Tensor) -> Tensor:
 
 
 def compute_expert_outputs(
-    x_ND: Tensor, routing: TokenRouting, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, apply_gate: Gate
+    x_ND: Tensor,
+    routing: TokenRouting,
+    gate_EDF: Tensor,
+    up_EDF: Tensor,
+    down_EFD: Tensor,
+    experts: ExpertsSpec,
+    ops: Ops,
 ) -> Tensor:
-    """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(apply_gate(gate, up)).
+    """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(``apply_gate``(gate, up)).
 
     A matrix that has more inputs than the tokens have values ends with its bias (``append_bias``). Tokens are sorted by expert, so that each expert
     is one matrix product, and are then put back in place. No sum depends on the order in which threads run.
@@ -162,7 +161,7 @@ def compute_expert_outputs(
     x = append_one(x_ND[order // k], gate_EDF)
     by_expert = F.grouped_mm if x.dtype == torch.bfloat16 else _uncompiled
     gate, up = by_expert(x, gate_EDF, offs=ends_E), by_expert(x, up_EDF, offs=ends_E)
-    y = by_expert(append_one(apply_gate(gate, up), down_EFD), down_EFD, offs=ends_E)
+    y = by_expert(append_one(apply_gate(gate, up, experts, ops), down_EFD), down_EFD, offs=ends_E)
     y_NkD = y[order.argsort()].view(N, k, -1)
     return (y_NkD * routing.weights_Nk.to(y.dtype).unsqueeze(-1)).sum(1)
 

@@ -171,7 +171,6 @@ class Block(nn.Module):
             from trainer.model import experts as mixture  # it imports torch's compiler, which takes a second
 
             self.mixture = mixture
-            self.apply_expert_gate = mixture.choose_gate(self.experts, ops)
 
     def forward(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any = None
@@ -234,8 +233,9 @@ class Block(nn.Module):
         if self.experts.bias:
             biases = (weight(b) for b in (self.experts_gate_bias, self.experts_up_bias, self.experts_down_bias))
             gate, up, down = map(self.mixture.append_bias, (gate, up, down), biases)
-        matrices = (matrix.transpose(1, 2) for matrix in (gate, up, down))
-        y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, *matrices, self.apply_expert_gate).view_as(h_BTD)
+        gate, up, down = (matrix.transpose(1, 2) for matrix in (gate, up, down))
+        y_ND = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.experts, self.ops)
+        y_BTD = y_ND.view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.apply_mlp(h_BTD, "shared_gate", "shared_up", "shared_down")
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
