@@ -44,6 +44,10 @@ class ExpertsSpec(StrictSchema):
     groups_per_token: Positive = 1
     balance: Literal["bias", "loss"] = "bias"  # how the load is balanced: a bias of the choice, or an auxiliary loss
     loss_weight: Annotated[float, Field(ge=0)] = 1e-3  # of the auxiliary loss (Switch, arXiv 2101.03961 §2.2)
+    bias: bool = False  # the router's scores and the matrices of each expert have biases (gpt-oss)
+    # c: an expert computes g · sigmoid(clamp_alpha · g) · (u + 1), with g = min(gate, c) and u = up within ±c (gpt-oss); null: SwiGLU
+    clamp: PositiveNumber | None = None
+    clamp_alpha: PositiveNumber = 1.702
 
 
 class RopeScaling(StrictSchema):
@@ -121,12 +125,15 @@ Acceptable = Literal[
     "logit_softcap",
     "activation",
     "norm_plus_one",
+    "embedding_norm",
     "embedding_scale",
     "experts.scores",
     "experts.normalise",
     "experts.scale",
     "experts.groups",
     "experts.groups_per_token",
+    "experts.clamp",
+    "experts.clamp_alpha",
 ]
 ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
@@ -186,6 +193,8 @@ class ModelSpec(StrictSchema):
     # Norms and ends
     norms: Literal["pre", "post", "sandwich"] = "pre"  # of each half: before it, after it (OLMo 2), or both (Gemma 2)
     norm_plus_one: bool = False  # a norm multiplies by 1 + its weight (Gemma)
+    norm_weights: bool = True  # false: norms have no weights and multiply by 1 (nanochat)
+    embedding_norm: bool = False  # embedded tokens are normalised before the first layer, without a weight (nanochat)
     embedding_scale: PositiveNumber | None = None  # by which embedded tokens are multiplied; null: 1
     logit_softcap: PositiveNumber | None = None
 
@@ -203,6 +212,13 @@ class ModelSpec(StrictSchema):
         self._refuse_impossible_experts()
         self._refuse_impossible_positions()
         self._refuse_impossible_latent()
+        if not self.norm_weights and (self.norm_plus_one or self.latent or self.mup_width_ratio != 1):
+            raise ValueError(
+                Message(
+                    "models.norm_weights",
+                    "'norm_weights: false' is not possible with norm_plus_one, latent or a base_d_model that is not d_model",
+                )
+            )
         return self
 
     def _refuse_impossible_experts(self) -> None:
@@ -257,6 +273,10 @@ class ModelSpec(StrictSchema):
                     groups=experts.groups,
                     per_token=experts.per_token,
                 )
+            )
+        if experts.shared and (experts.bias or experts.clamp):
+            raise ValueError(
+                Message("models.shared_swiglu", "experts with bias or clamp cannot be shared. Write 'shared: 0'")
             )
         if self.activation != "silu" or not self.gated or self.mlp_bias:
             raise ValueError(
@@ -390,18 +410,22 @@ class ModelSpec(StrictSchema):
     @property
     def parameters(self) -> int:
         """Number of all weights. A tied embedding counts once. Buffers, such as the bias of a router's choice, do not count."""
-        halves = {"pre": 2, "post": 2, "sandwich": 4}[self.norms]
+        halves = {"pre": 2, "post": 2, "sandwich": 4}[self.norms] * self.norm_weights
         a_layer = halves * self.d_model + self._small_attention_parameters
-        total = self._matmul_parameters(lambda experts: experts.count) + self.layers * a_layer + self.d_model
+        total = self._matmul_parameters(lambda experts: experts.count) + self.layers * a_layer
+        total += self.d_model * self.norm_weights  # of the final norm
         dense = self.layers if self.experts is None else self.experts.dense_layers
         total += dense * ((2 if self.gated else 1) * self.d_ff + self.d_model) * self.mlp_bias
+        if self.experts is not None and self.experts.bias:
+            e = self.experts
+            total += (self.layers - dense) * e.count * (1 + 2 * e.d_ff + self.d_model)
         return total + (0 if self.tied else self.vocab_size * self.d_model)
 
     @property
     def _small_attention_parameters(self) -> int:
         """Norms, biases and sinks of one layer's attention."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = {False: 0, True: 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
+        norms = {False: 0, True: 2 * self.head_dim, "whole": q + kv}[self.qk_norm] * self.norm_weights
         if self.latent is not None:
             norms = self.latent.kv_rank + (self.latent.q_rank or 0)
         biases = (q + 2 * kv) * self.qkv_bias + self.d_model * self.attention_out_bias

@@ -24,7 +24,8 @@ def list_tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     found: dict[str, Shape] = {"embedding": (spec.vocab_size, spec.d_model)}
     for number in range(spec.layers):
         found |= {f"blocks.{number}.{key}": shape for key, shape in list_block_shapes(spec, number).items()}
-    found["final_norm"] = (spec.d_model,)
+    if spec.norm_weights:
+        found["final_norm"] = (spec.d_model,)
     if not spec.tied:
         found["head"] = (spec.vocab_size, spec.d_model)
     return found
@@ -37,6 +38,18 @@ def count_values(spec: ModelSpec) -> int:
 
 def list_block_shapes(spec: ModelSpec, number: int) -> dict[str, Shape]:
     """The name and shape of each tensor of one layer."""
+    found = _block(spec, number)
+    return found if spec.norm_weights else {key: shape for key, shape in found.items() if not key.endswith("norm")}
+
+
+def list_unit_norms(spec: ModelSpec, number: int) -> dict[str, Shape]:
+    """The name and shape of each norm of one layer that has no weight, and so multiplies by one."""
+    return (
+        {} if spec.norm_weights else {key: shape for key, shape in _block(spec, number).items() if key.endswith("norm")}
+    )
+
+
+def _block(spec: ModelSpec, number: int) -> dict[str, Shape]:
     D = spec.d_model
     before, after = spec.norms in ("pre", "sandwich"), spec.norms in ("post", "sandwich")
     found: dict[str, Shape] = {}
@@ -101,6 +114,9 @@ def _experts(spec: ModelSpec, experts: ExpertsSpec) -> dict[str, Shape]:
         "experts_up": (E, F, D),
         "experts_down": (E, D, F),
     }
+    if experts.bias:  # those of all experts one after another: no optimiser takes them for a matrix
+        found |= {"router_logits_bias": (E,), "experts_gate_bias": (E * F,), "experts_up_bias": (E * F,)}
+        found["experts_down_bias"] = (E * D,)
     if experts.balance == "bias":
         found["router_bias"] = (E,)
     if experts.shared:

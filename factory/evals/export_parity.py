@@ -42,7 +42,8 @@ AGAIN = Message("export_parity.again", "Export the segment's checkpoint again an
 # The check of a key of ``ModelSpec``. All other keys belong to 'shape'.
 FIELDS = {
     "rope_theta": "rope", "rope_share": "rope", "rope_scaling": "rope", "window_rope_theta": "rope", "nope_every": "rope", "position": "rope",
-    "norm_eps": "norm", "norms": "norm", "norm_plus_one": "norm", "qk_norm": "norm", "vocab_size": "vocabulary",
+    "norm_eps": "norm", "norms": "norm", "norm_plus_one": "norm", "qk_norm": "norm", "norm_weights": "norm",
+    "embedding_norm": "norm", "vocab_size": "vocabulary",
 }  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = {"_from_model_config", "transformers_version", "use_cache", *TOKEN_IDS}  # of generation_config.json

@@ -17,6 +17,11 @@ from factory.evals.export_folder import read_config, read_weights
 from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ExpertsSpec, LayerSpec, ModelSpec
 
+NORMS = {  # of a block, by ``ModelSpec.norms``
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_post_norm", "mlp_post_norm"),
+    "sandwich": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+}
 LOGITS_AT_ONCE = 1 << 25  # floats; 128 MiB
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -268,12 +273,14 @@ class ReferenceModel:
             position_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
             at = self._place(position_BT, position_BT)
         x_BTD = F.embedding(tokens_BT, self.weights["embedding"]) * (spec.embedding_scale or 1.0)
+        if spec.embedding_norm:
+            x_BTD = self._norm(x_BTD, None)
         for number in range(spec.layers):
             block, layer = f"blocks.{number}.", spec.layer(number)
 
             def normed(name: str, x: torch.Tensor, block: str = block) -> torch.Tensor:
                 """Return ``x`` after the norm, if the block has one of this name."""
-                return self._norm(x, block + name) if block + name in self.weights else x
+                return self._norm(x, block + name) if name in NORMS[spec.norms] else x
 
             held = None if cache is None else cache[number]
             y_BTD = self._attention(normed("attention_norm", x_BTD), block, layer, at, held, column)
@@ -374,7 +381,7 @@ class ReferenceModel:
     def _mixture(self, x_BTD: torch.Tensor, block: str, experts: ExpertsSpec) -> torch.Tensor:
         """Send each token to its experts (arXiv 2412.19437, §2.1.2; softmax: arXiv 2505.09388, §2)."""
         w, x_ND = self.weights, x_BTD.flatten(0, 1)
-        scores_NE = F.linear(x_ND, w[block + "router"])
+        scores_NE = F.linear(x_ND, w[block + "router"], w.get(block + "router_logits_bias"))
         affinity_NE = scores_NE.sigmoid() if experts.scores == "sigmoid" else scores_NE.softmax(-1)
         ranked_NE = affinity_NE + w.get(block + "router_bias", torch.zeros(()))
         if experts.groups > 1:  # a group's rank is the sum of its two best experts
@@ -393,17 +400,29 @@ class ReferenceModel:
         for expert in range(experts.count):
             at = chosen_NE[:, expert].nonzero()[:, 0]
             if len(at):
-                parts = (w[f"{block}experts_{part}"][expert] for part in ("gate", "up", "down"))
-                y_ND[at] += weight_NE[at, expert, None] * _swiglu(x_ND[at], *parts)
+                y_ND[at] += weight_NE[at, expert, None] * self._expert(x_ND[at], block, expert, experts)
         return y_ND.view_as(x_BTD)
+
+    def _expert(self, x_MD: torch.Tensor, block: str, expert: int, experts: ExpertsSpec) -> torch.Tensor:
+        def product(x: torch.Tensor, part: str) -> torch.Tensor:
+            bias = self.weights[f"{block}experts_{part}_bias"].view(experts.count, -1)[expert] if experts.bias else None
+            return F.linear(x, self.weights[f"{block}experts_{part}"][expert], bias)
+
+        gate, up = product(x_MD, "gate"), product(x_MD, "up")
+        if experts.clamp is None:
+            return product(F.silu(gate) * up, "down")
+        gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+        return product(gate * torch.sigmoid(experts.clamp_alpha * gate) * (up + 1), "down")
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self.weights[name], self.weights.get(name + "_bias"))
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """RMSNorm (arXiv 1910.07467)."""
-        weight = self.weights[name] + 1 if self.spec.norm_plus_one else self.weights[name]
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm_eps) * weight
+    def _norm(self, x: torch.Tensor, name: str | None) -> torch.Tensor:
+        """RMSNorm (arXiv 1910.07467). Without a name it has no weight."""
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        if name is None or not self.spec.norm_weights:
+            return x
+        return x * (self.weights[name] + 1 if self.spec.norm_plus_one else self.weights[name])
 
 
 def _make_rope(spec: ModelSpec, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,19 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from models.adapters import (
     deepseek_v3,
+    exaone4,
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
+    mixtral,
+    nanochat,
     olmo2,
+    olmo3,
+    olmoe,
+    phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from models.adapters.config_reader import ModelFilesError
-from models.adapters.family import Family, TensorMapping
+from models.adapters.family import Family
 from models.spec import ModelSpec
 from models.tensors import Shape, list_tensor_shapes
 
@@ -45,10 +53,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qwen2,
             mistral,
             olmo2,
+            olmo3,
             gemma2,
             gemma3,
             qwen3_moe,
             deepseek_v3,
+            exaone4,
+            seed_oss,
+            mixtral,
+            olmoe,
+            nanochat,
+            phi3,
+            gpt_oss,
         )
     }
 )
@@ -101,7 +117,7 @@ def find_family_for_export(spec: ModelSpec) -> Family:
 def convert_to_native(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each native tensor by name, one at a time. ``read`` returns a tensor of the files by its name."""
     for mapping in family.list_mappings(spec):
-        yield mapping.native, mapping.to_native(read)
+        yield from mapping.to_native(read)
 
 
 def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -109,11 +125,17 @@ def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tens
 
     A tensor that only the files have (``Family.as_stored``) is made: a head of its own is the embedding, and a shared expert is zeros.
     """
-    held = list_tensor_shapes(spec)
-    for mapping in family.list_mappings(family.as_stored(spec)):
-        yield from mapping.to_theirs(
-            _make_missing(mapping, read) if mapping.native not in held else read(mapping.native)
-        )
+    stored = family.as_stored(spec)
+    held, shapes = list_tensor_shapes(spec), list_tensor_shapes(stored)
+
+    def read_or_make(name: str) -> Tensor:
+        if name in held:
+            return read(name)
+        embedding = read("embedding")
+        return embedding if name == "head" else embedding.new_zeros(shapes[name])
+
+    for mapping in family.list_mappings(stored):
+        yield from mapping.to_theirs(read_or_make)
 
 
 def list_stored_tensors(
@@ -122,8 +144,3 @@ def list_stored_tensors(
     """The dtype and shape of each tensor that ``convert_to_files`` yields, in the same order. ``choose_dtype``: by the name in the files."""
     mappings = family.list_mappings(family.as_stored(spec))
     return {name: (choose_dtype(name), mapping.shape) for mapping in mappings for name in mapping.theirs}
-
-
-def _make_missing(mapping: TensorMapping, read: Callable[[str], Tensor]) -> Tensor:
-    embedding = read("embedding")
-    return embedding if mapping.native == "head" else embedding.new_zeros(mapping.shape)

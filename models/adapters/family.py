@@ -7,19 +7,17 @@ names and keys: ``read_common``, ``write_common`` and ``NAMES`` hold these, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.contract.message import Message
 from kernels.contract.strict import parse
 from models.adapters.config_reader import ConfigReader, ModelFilesError, read_with
+from models.adapters.tensor_mapping import Join, OneNative, OneOfTheirs, TensorMapping
 from models.spec import ExpertsSpec, ModelSpec, RopeScaling
 from models.tensors import Shape, list_tensor_shapes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # native key of a layer → its name below ``model.layers.N.``; ``{}`` stands for the number of an expert
 NAMES: Mapping[str, str] = {
@@ -57,41 +55,6 @@ OF_EXPERTS_TRAINING = ("bias_rate", "z_loss", "loss_weight")
 
 
 @dataclass(frozen=True)
-class TensorMapping:
-    """One native tensor and the tensors of the family's files that hold it. If there are several, the native one has them stacked.
-
-    ``rows``: the order of the rows: native row i is their row ``rows[i]``. None: the same order.
-    """
-
-    native: str
-    theirs: tuple[str, ...]
-    shape: Shape  # of each of ``theirs``
-    rows: tuple[int, ...] | None = None
-
-    def to_native(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The native tensor. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
-        import torch
-
-        if len(self.theirs) == 1:
-            found = read(self.theirs[0])
-        else:
-            first = read(self.theirs[0])
-            found = torch.empty((len(self.theirs), *first.shape), dtype=first.dtype)
-            found[0] = first
-            for number, name in enumerate(self.theirs[1:], start=1):
-                found[number] = read(name)
-        return found if self.rows is None else found[torch.tensor(self.rows)]
-
-    def to_theirs(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the files by name, from the native one."""
-        import torch
-
-        if self.rows is not None:
-            tensor = tensor[torch.tensor(self.rows).argsort()]
-        yield from zip(self.theirs, tensor.unbind() if len(self.theirs) > 1 else (tensor,), strict=True)
-
-
-@dataclass(frozen=True)
 class Family:
     """A class of decoders of transformers and vLLM. ``read`` and ``write`` convert between the keys of config.json and those of ``ModelSpec``."""
 
@@ -101,6 +64,7 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: NAMES
     order_rows: Callable[[ModelSpec, str], tuple[int, ...] | None] = lambda spec, key: None
+    joins: Collection[Join] = ()  # the tensors of the files that hold several native ones
     # The same function in the form that the family's files hold: for example with a head of its own, if the class cannot tie it.
     as_stored: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
     idle: Collection[str] = ()  # further keys that change nothing
@@ -166,17 +130,38 @@ class Family:
 
     def list_mappings(self, spec: ModelSpec) -> list[TensorMapping]:
         """Each tensor of the files. ``spec`` is as the files hold it (``as_stored``)."""
-        return [self._mapping(spec, name, shape) for name, shape in list_tensor_shapes(spec).items()]
+        shapes = list_tensor_shapes(spec)
+        joins = {join.parts[0]: join for join in self.joins}
+        others = {key for join in self.joins for key in join.parts[1:]}
+        found: list[TensorMapping] = []
+        for name, shape in shapes.items():
+            key = name.rpartition(".")[2]
+            if key in joins:
+                found.append(self._join(spec, joins[key], name, shapes))
+            elif key not in others:
+                found.append(self._mapping(spec, name, shape))
+        return found
 
-    def _mapping(self, spec: ModelSpec, name: str, shape: Shape) -> TensorMapping:
+    def _mapping(self, spec: ModelSpec, name: str, shape: Shape) -> OneNative:
         ends = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
         if name in ends:
-            return TensorMapping(name, (ends[name],), shape)
+            return OneNative(name, (ends[name],), shape)
         _, layer, key = name.split(".")
         theirs = f"model.layers.{layer}.{self.names(spec)[key]}"
         if "{}" in theirs:
-            return TensorMapping(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
-        return TensorMapping(name, (theirs,), shape, self.order_rows(spec, key))
+            return OneNative(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
+        return OneNative(name, (theirs,), shape, self.order_rows(spec, key))
+
+    def _join(self, spec: ModelSpec, join: Join, first: str, shapes: Mapping[str, Shape]) -> OneOfTheirs:
+        layer = first.rpartition(".")[0]
+        natives = tuple(f"{layer}.{key}" for key in join.parts)
+        sizes = [shapes[name] for name in natives]
+        if spec.experts is not None and join.parts[0].startswith("experts_") and len(sizes[0]) == 1:
+            sizes = [(spec.experts.count, size // spec.experts.count) for (size,) in sizes]
+        rows = tuple(self.order_rows(spec, key) for key in join.parts)
+        return OneOfTheirs(
+            join, natives, (f"model.{layer.replace('blocks', 'layers')}.{join.name}",), tuple(sizes), rows
+        )
 
 
 def drop_training_keys(spec: ModelSpec) -> ModelSpec:
@@ -202,22 +187,25 @@ def drop_training_keys(spec: ModelSpec) -> ModelSpec:
 
 
 # -- keys that most families share -------------------------------------------------------------------------------------
-def read_common(reader: ConfigReader, head_dim: int | None = None, rope: bool = True, **of_rope: Any) -> dict[str, Any]:
+def read_common(
+    reader: ConfigReader, head_dim: int | None = None, kv_heads: int | None = None, rope: bool = True, **of_rope: Any
+) -> dict[str, Any]:
     """The sizes, the norm's epsilon and the RoPE of a config.json with Llama's keys.
 
-    ``head_dim``: what a missing key means; None: hidden_size / num_attention_heads. ``of_rope``: of ``read_rope``, which ``rope`` False leaves to
-    the family.
+    ``head_dim``: what a missing key means; None: hidden_size / num_attention_heads. ``kv_heads``: the same of num_key_value_heads, of which null is
+    num_attention_heads in every family. ``of_rope``: of ``read_rope``, which ``rope`` False leaves to the family.
     """
     d_model = reader.whole("hidden_size", 1, 1 << 16)
     heads = reader.whole("num_attention_heads", 1, 1024)
     context = reader.whole("max_position_embeddings", 8, 1 << 24)
     reader.only("rope_interleaved", False)
+    usual_kv = heads if kv_heads is None or reader.is_null("num_key_value_heads") else kv_heads
     return {
         "vocab_size": reader.whole("vocab_size", 4, 1 << 20),
         "d_model": d_model,
         "layers": reader.whole("num_hidden_layers", 1, 512),
         "heads": heads,
-        "kv_heads": reader.whole("num_key_value_heads", 1, 1024, heads),
+        "kv_heads": reader.whole("num_key_value_heads", 1, 1024, usual_kv),
         "head_dim": reader.whole("head_dim", 2, 1024, head_dim or max(1, d_model // heads)),
         "d_ff": reader.whole("intermediate_size", 1, 1 << 18),
         "context": context,
@@ -358,6 +346,46 @@ def read_scaling(inner: ConfigReader, context: int) -> dict[str, Any]:
             values["attention_factor"] = find_mscale(values["factor"], part) / find_mscale(values["factor"], whole)
     inner.finish()
     return {"rope_scaling": parse(RopeScaling, values, str(inner.where), ModelFilesError).model_dump()}
+
+
+def read_ropes_of_two_kinds(
+    reader: ConfigReader, context: int, theta: float, window_theta: float, window_key: str | None = None
+) -> dict[str, Any]:
+    """``rope_theta``, ``rope_scaling`` and ``window_rope_theta`` of a class whose layers with a window have a RoPE of their own, without scaling.
+
+    A file has a mapping for each kind of layers (transformers 5), or ``rope_theta`` and ``rope_scaling`` for layers without a window (4).
+    ``theta``, ``window_theta``: what missing keys mean. ``window_key``: what transformers 4 calls the second.
+    """
+    new, old = reader.take("rope_parameters", None), reader.take("rope_scaling", None)
+    kinds = reader.within("rope_parameters", new or {"full_attention": old, "sliding_attention": None})
+    full = kinds.within("full_attention", kinds.take("full_attention", {}))
+    window = kinds.within("sliding_attention", kinds.take("sliding_attention", {}))
+    kinds.finish()
+    if new is not None:
+        reader.only("rope_scaling", None)
+    found = {
+        "rope_theta": read_one_value(reader, "rope_theta", full, "rope_theta", theta),
+        "window_rope_theta": window.positive("rope_theta", window_theta)
+        if window_key is None
+        else read_one_value(reader, window_key, window, "rope_theta", window_theta),
+    }
+    full.only("truncate", True)  # the classes look for it at another place
+    window.only("rope_type", "default")
+    window.only("type", "default")
+    window.finish()
+    return found | read_scaling(full, context)
+
+
+def write_ropes_of_two_kinds(spec: ModelSpec, window_theta: float) -> dict[str, Any]:
+    """``rope_parameters`` as ``read_ropes_of_two_kinds`` reads it. ``window_theta``: what is written for windows that share a scaled RoPE, which
+    such a class cannot hold."""
+    local = spec.window_rope_theta
+    if local is None:  # one RoPE for all layers, which windows have without scaling
+        local = spec.rope_theta if spec.rope_scaling is None else window_theta
+    return {
+        "full_attention": make_rope_parameters(spec),
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
 
 
 def find_mscale(factor: float, mscale: float) -> float:

@@ -29,8 +29,8 @@ NAMES_OF_GEMMA = {
 def read(reader: ConfigReader) -> dict[str, Any]:
     found = read_block(reader)
     return found | {
-        "attention_softcap": _softcap(reader, "attn_logit_softcapping", 50.0),
-        "logit_softcap": _softcap(reader, "final_logit_softcapping", 30.0),
+        "attention_softcap": read_softcap(reader, "attn_logit_softcapping", 50.0),
+        "logit_softcap": read_softcap(reader, "final_logit_softcapping", 30.0),
         "windows": read_windows(reader, found["layers"], lambda number: number % 2 == 0, usual=4096),
     }
 
@@ -42,7 +42,7 @@ def read_block(reader: ConfigReader, **of_rope: Any) -> dict[str, Any]:
     reader.only("hidden_act", GELU)
     reader.only("tie_word_embeddings", True)  # vLLM's classes of Gemma tie their embeddings
     reader.only("use_bidirectional_attention", False)
-    found = read_common(reader, head_dim=256, **of_rope)
+    found = read_common(reader, kv_heads=4, head_dim=256, **of_rope)
     require_dividing_heads(reader, found)
     bias = reader.truth("attention_bias", False)
     return found | {
@@ -57,7 +57,7 @@ def read_block(reader: ConfigReader, **of_rope: Any) -> dict[str, Any]:
     }
 
 
-def _softcap(reader: ConfigReader, key: str, usual: float) -> float | None:
+def read_softcap(reader: ConfigReader, key: str, usual: float) -> float | None:
     """null is no soft-cap, but a missing key is one of ``usual``."""
     return reader.positive(key, None if reader.is_null(key) else usual)
 

@@ -23,7 +23,7 @@ from models.spec import ExpertsSpec, ModelSpec
 def read(reader: ConfigReader) -> dict[str, Any]:
     require_silu(reader)
     require_no_window(reader)
-    found = read_common(reader, share=0.5)
+    found = read_common(reader, kv_heads=8, share=0.5)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),
         "qk_norm": reader.truth("use_qk_norm", False),

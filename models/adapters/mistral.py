@@ -18,7 +18,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.only("use_sliding_window", False)  # the class does not read it
     # null is no window (v0.2 and later), but a missing key is one of 4096
     window = reader.whole("sliding_window", 1, 1 << 24, None if reader.is_null("sliding_window") else 4096)
-    return read_common(reader) | {
+    return read_common(reader, kv_heads=8) | {
         "tied": reader.truth("tie_word_embeddings", False),
         "windows": read_window_everywhere(reader, window),
     }

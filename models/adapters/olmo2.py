@@ -21,10 +21,15 @@ from models.spec import ModelSpec
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
-    require_silu(reader)
     require_no_window(reader)
+    return read_block(reader)
+
+
+def read_block(reader: ConfigReader, **of_rope: Any) -> dict[str, Any]:
+    """What OLMo 2 and 3 say with the same keys."""
+    require_silu(reader)
     reader.only("clip_qkv", None)
-    found = read_common(reader)
+    found = read_common(reader, **of_rope)
     require_dividing_heads(reader, found, whole_heads=True)
     bias = reader.truth("attention_bias", False)
     return found | {
@@ -40,9 +45,9 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     return write_common(spec) | {"attention_bias": spec.qkv_bias}
 
 
-NAMES_HERE = {
+NAMES_OF_OLMO = {
     **NAMES,
     "attention_post_norm": "post_attention_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", read, write, names=lambda spec: NAMES_HERE)
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", read, write, names=lambda spec: NAMES_OF_OLMO)

@@ -23,7 +23,7 @@ from models.spec import ModelSpec
 def read(reader: ConfigReader) -> dict[str, Any]:
     require_silu(reader)
     reader.only("use_mrope", False)
-    found = read_common(reader)
+    found = read_common(reader, kv_heads=32)
     require_dividing_heads(reader, found, whole_heads=True)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),

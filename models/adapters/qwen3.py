@@ -15,7 +15,7 @@ from models.spec import ModelSpec
 
 def read(reader: ConfigReader) -> dict[str, Any]:
     require_silu(reader)
-    found = read_common(reader, head_dim=128)
+    found = read_common(reader, kv_heads=32, head_dim=128)
     bias = reader.truth("attention_bias", False)
     return found | {
         "tied": reader.truth("tie_word_embeddings", False),

@@ -20,7 +20,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.only("shared_expert_intermediate_size", 0)
     reader.only("qkv_bias", False)  # this key and the next stand in Qwen3-Coder's files. The class reads neither
     reader.only("use_qk_norm", True)
-    found = read_common(reader)
+    found = read_common(reader, kv_heads=4)
     bias = reader.truth("attention_bias", False)
     used = reader.truth("use_sliding_window", False)
     window = reader.whole("sliding_window", 1, 1 << 24, None if reader.is_null("sliding_window") else 4096)

@@ -15,7 +15,7 @@ from models.spec import ModelSpec
 
 def read(reader: ConfigReader) -> dict[str, Any]:
     require_silu(reader)
-    found = read_common(reader, theta=2_000_000.0)
+    found = read_common(reader, kv_heads=4, theta=2_000_000.0)
     bias = reader.truth("attention_bias", False)
     every = _nope_every(reader, found["layers"])
     without_rope = [not has for has in make_list(found["layers"], every)]

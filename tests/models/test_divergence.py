@@ -56,6 +56,21 @@ MUTATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3-plain", {"attention_scale": None}, EVERYWHERE),
     ("deepseek_v3-plain", {"rope_scaling": None}, EVERYWHERE),
     ("deepseek_v3-plain", {"experts": {"normalise": False}}, FIRST_EXPERTS),
+    ("glm4_moe-yarn", {"rope_scaling": None}, EVERYWHERE),
+    ("olmo3-windows", {"window_rope_theta": 1e4}, EVERYWHERE),
+    ("olmo3-windows", {"rope_scaling": None}, "blocks.3"),
+    ("exaone4-windows", {"nope_every": None}, "blocks.1"),
+    ("exaone4-windows", {"windows": None}, EVERYWHERE),
+    ("nanochat-plain", {"embedding_norm": False}, "embedding"),
+    ("nanochat-plain", {"activation": "gelu"}, EVERYWHERE),
+    ("nanochat-plain", {"logit_softcap": None}, "logits"),
+    ("gpt_oss-plain", {"experts": {"clamp": None}}, EVERYWHERE),
+    ("gpt_oss-plain", {"experts": {"clamp_alpha": 1.0}}, EVERYWHERE),
+    ("gpt_oss-plain", {"windows": None}, EVERYWHERE),
+    ("gpt_oss-plain", {"rope_scaling": None}, EVERYWHERE),
+    ("mixtral-plain", {"experts": {"per_token": 1}}, EVERYWHERE),
+    ("olmoe-plain", {"experts": {"normalise": True}}, EVERYWHERE),
+    ("phi3-windows", {"rope_share": 1.0}, EVERYWHERE),
 ]  # fmt: skip
 
 

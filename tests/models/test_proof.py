@@ -11,7 +11,8 @@ from tests.support.models.small_models import CASES, Case
 
 @pytest.mark.sample(
     "llama-scaled", "qwen2-windows", "qwen3-windows", "qwen3_moe-plain", "smollm3-plain", "olmo2-tied", "mistral-windows", "gemma2-plain",
-    "gemma3_text-scaled", "glm4_moe-plain", "deepseek_v3-plain",
+    "gemma3_text-scaled", "glm4_moe-plain", "deepseek_v3-plain", "olmo3-windows", "exaone4-windows", "seed_oss-biases", "mixtral-windows",
+    "olmoe-plain", "nanochat-biases", "phi3-windows", "gpt_oss-plain",
 )  # fmt: skip
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_family_computes_what_transformers_computes(case: Case) -> None:

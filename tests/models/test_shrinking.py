@@ -25,6 +25,8 @@ FACTS = {
     "post norms": {"norms": "post", "qk_norm": "whole",
                    "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 2048}},
     "experts in groups": {"experts": EXPERTS | {"groups": 8, "groups_per_token": 4, "scale": 2.5, "scores": "softmax"}},
+    "norms without weights": {"norm_weights": False, "embedding_norm": True, "gated": False, "activation": "relu2"},
+    "experts with biases": {"experts": EXPERTS | {"shared": 0, "bias": True, "clamp": 7.0}, "attention_sinks": True},
     "latent attention": {"latent": LATENT, "heads": 32, "kv_heads": 32, "head_dim": 192, "qk_norm": False, "experts": EXPERTS},
 }  # fmt: skip
 SIZES = {*LARGE, "windows", "embedding_scale", "latent", "experts"}
@@ -50,7 +52,18 @@ def test_a_shrunken_model_differs_in_sizes_alone_and_has_the_tensors_of_every_ki
     assert [w is None for w in small.windows or []] == [w is None for w in large.windows or []]
     if large.experts is not None:
         assert small.experts is not None
-        same = {"per_token", "shared", "groups", "groups_per_token", "scale", "scores", "normalise", "balance"}
+        same = {
+            "per_token",
+            "shared",
+            "groups",
+            "groups_per_token",
+            "scale",
+            "scores",
+            "normalise",
+            "balance",
+            "bias",
+            "clamp",
+        }
         assert all(getattr(small.experts, key) == getattr(large.experts, key) for key in same)
 
 

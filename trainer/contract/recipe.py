@@ -281,6 +281,13 @@ class ParallelRecipe(StrictSchema):
                 "Write 'parallel.tensor: 1'",
                 tensor=self.tensor,
             )
+        if self.tensor > 1 and model.experts is not None and model.experts.bias:
+            raise RecipeError(
+                "recipe.tensor_expert_bias",
+                "parallel.tensor ({tensor}) is not possible with 'model.experts.bias: true', because each rank would add an expert's last bias. "
+                "Write 'parallel.tensor: 1'",
+                tensor=self.tensor,
+            )
         sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
         if model.experts is not None:
             sizes |= {"experts.d_ff": model.experts.d_ff}

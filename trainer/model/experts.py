@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.registry import Ops
-from models.spec import ExpertsSpec
+from models.spec import GROUPED_MULTIPLE, ExpertsSpec
 
 LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
@@ -69,9 +69,15 @@ def score_by_softmax(logits_NE: Tensor) -> Tensor:
 SCORES = {"sigmoid": score_by_sigmoid, "softmax": score_by_softmax}
 
 
-def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor | None, experts: ExpertsSpec) -> TokenRouting:
+def route_tokens(
+    x_ND: Tensor,
+    router_ED: Tensor,
+    bias_E: Tensor | None,
+    experts: ExpertsSpec,
+    logits_bias_E: Tensor | None = None,
+) -> TokenRouting:
     """Choose ``experts.per_token`` experts for each token. The computation is in fp32 for every dtype of x. ``bias_E``: of the choice."""
-    logits_NE = F.linear(x_ND.float(), router_ED.float())
+    logits_NE = F.linear(x_ND.float(), router_ED.float(), None if logits_bias_E is None else logits_bias_E.float())
     affinity_NE = SCORES[experts.scores](logits_NE)
     wanted_NE = affinity_NE.detach() if bias_E is None else affinity_NE.detach() + bias_E
     if experts.groups > 1:
@@ -106,22 +112,56 @@ def measure_routing(routing: TokenRouting, holds_BT: Tensor, experts: ExpertsSpe
     return torch.cat(parts)
 
 
-def compute_expert_outputs(
-    x_ND: Tensor, routing: TokenRouting, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops
-) -> Tensor:
-    """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(swiglu(gate, up)).
+def apply_gate(gate: Tensor, up: Tensor, experts: ExpertsSpec, ops: Ops) -> Tensor:
+    """What an expert computes of its gate and up: SwiGLU, or with ``experts.clamp`` that of gpt-oss (arXiv 2508.10925)."""
+    if experts.clamp is None:
+        return ops.swiglu(gate, up)
+    gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+    return gate * (gate * experts.clamp_alpha).sigmoid() * (up + 1)
 
-    Tokens are sorted by expert, so that each expert is one matrix product, and are then put back in place. No sum depends on the order in
-    which threads run.
+
+def append_bias(weight_EXY: Tensor, bias_EX: Tensor) -> Tensor:
+    """[E, X, Y + 8]: each expert's matrix with its bias as one more column, and zeros, because grouped products need such a width.
+
+    With a one behind each row that it multiplies (``append_one``), the product adds the bias. The gradient of a bias is then a product too, whose sum
+    does not depend on the order of threads.
+    """
+    bias_EX1 = bias_EX.view(len(weight_EXY), -1, 1)
+    zeros = bias_EX1.new_zeros(1, 1, 1).expand(*bias_EX1.shape[:2], GROUPED_MULTIPLE - 1)
+    return torch.cat((weight_EXY, bias_EX1, zeros), 2)
+
+
+def append_one(x_NY: Tensor, weight_EYX: Tensor) -> Tensor:
+    """A one and zeros behind each row, as many as the matrices have more inputs."""
+    more = weight_EYX.shape[1] - x_NY.shape[1]
+    if not more:
+        return x_NY
+    one = torch.arange(more, device=x_NY.device).eq(0).to(x_NY.dtype)
+    return torch.cat((x_NY, one.expand(len(x_NY), -1)), 1)
+
+
+def compute_expert_outputs(
+    x_ND: Tensor,
+    routing: TokenRouting,
+    gate_EDF: Tensor,
+    up_EDF: Tensor,
+    down_EFD: Tensor,
+    experts: ExpertsSpec,
+    ops: Ops,
+) -> Tensor:
+    """The outputs of the experts, [N, D]: for each token, the sum over its experts of weight · down(``apply_gate``(gate, up)).
+
+    A matrix that has more inputs than the tokens have values ends with its bias (``append_bias``). Tokens are sorted by expert, so that each expert
+    is one matrix product, and are then put back in place. No sum depends on the order in which threads run.
     """
     N, k = routing.experts_Nk.shape
     flat = routing.experts_Nk.flatten()
     order = flat.argsort(stable=True)
     ends_E = (flat.unsqueeze(1) == torch.arange(gate_EDF.shape[0], device=flat.device)).sum(0).cumsum(0).int()
-    x = x_ND[order // k]
+    x = append_one(x_ND[order // k], gate_EDF)
     by_expert = F.grouped_mm if x.dtype == torch.bfloat16 else _uncompiled
     gate, up = by_expert(x, gate_EDF, offs=ends_E), by_expert(x, up_EDF, offs=ends_E)
-    y = by_expert(ops.swiglu(gate, up), down_EFD, offs=ends_E)
+    y = by_expert(append_one(apply_gate(gate, up, experts, ops), down_EFD), down_EFD, offs=ends_E)
     y_NkD = y[order.argsort()].view(N, k, -1)
     return (y_NkD * routing.weights_Nk.to(y.dtype).unsqueeze(-1)).sum(1)
 

@@ -24,7 +24,7 @@ from kernels.contract.registry import Ops
 from kernels.general_attention.visible_keys import VisibleKeys
 from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes
+from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes, list_unit_norms
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_shapes
 from trainer.contract.recipe import is_trained
@@ -42,7 +42,13 @@ SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
 JOINED = (("q", "k", "v"), ("gate", "up"), ("shared_gate", "shared_up"), ("q_down", "kv_down"), ("q", "kv_down"))
 DRAWING = 8  # threads that draw weights, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
-OPTIONAL = ("attention_out_bias", "down_bias", "sinks", "router_bias")  # None in a block that lacks them
+OPTIONAL = (
+    "attention_out_bias",
+    "down_bias",
+    "sinks",
+    "router_bias",
+    "router_logits_bias",
+)  # None in a block that lacks them
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -154,6 +160,10 @@ class Block(nn.Module):
                 self.register_parameter(name, None)
         self.placement = NORM_PLACEMENTS[shape.norms]
         self.norm_weight = self.weight_plus_one if shape.norm_plus_one else self.weight
+        if not shape.norm_weights:
+            self.norm_weight = self.make_unit_weight
+            for name, size in list_unit_norms(shape, layer).items():
+                setattr(self, name, size)
         self.visibility, self.attention = choose_visibility(shape, described), choose_attention(shape, described)
         self.query_scale = 1.0 if shape.attention_scale is None else shape.attention_scale * shape.head_dim**0.5
         self.attention_products = self.biased_products if shape.qkv_bias else self.products
@@ -224,9 +234,15 @@ class Block(nn.Module):
         assert self.experts is not None
         weight = self.weight
         h_ND, holds_BT = h_BTD.flatten(0, 1), documents_BT >= 0
-        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts)
-        gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
-        y_BTD = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        logits_bias = None if self.router_logits_bias is None else weight(self.router_logits_bias)
+        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts, logits_bias)
+        gate, up, down = (weight(m) for m in (self.experts_gate, self.experts_up, self.experts_down))
+        if self.experts.bias:
+            biases = (weight(b) for b in (self.experts_gate_bias, self.experts_up_bias, self.experts_down_bias))
+            gate, up, down = map(self.mixture.append_bias, (gate, up, down), biases)
+        gate, up, down = (matrix.transpose(1, 2) for matrix in (gate, up, down))
+        y_ND = self.mixture.compute_expert_outputs(h_ND, routing, gate, up, down, self.experts, self.ops)
+        y_BTD = y_ND.view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.apply_mlp(h_BTD, "shared_gate", "shared_up", "shared_down")
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
@@ -276,6 +292,10 @@ class Block(nn.Module):
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
         return 1 + self.tensor.weight(parameter).float()
+
+    def make_unit_weight(self, size: Shape) -> Tensor:
+        """The weight of a norm that has none. In its place, such a block has the weight's size."""
+        return torch.ones(size, dtype=self.dtype, device=self.attention_out.device)
 
 
 class Trained(NamedTuple):
@@ -454,6 +474,8 @@ class Decoder(nn.Module):
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         if self.embedding_scale != 1:
             x_BSD = x_BSD * self.embedding_scale
+        if self.shape.embedding_norm:
+            x_BSD = self.ops.rms_norm(x_BSD, torch.ones_like(x_BSD[0, 0]), self.shape.norm_eps)
         tables = {kind: self._make_rope_tables(positions_BT, kind) for kind in self.rope_kinds}
         tables["none"] = tables[self.rope_kinds[0]]  # not read
         prepared = self._prepare_documents(documents_BT, stretches)
@@ -564,8 +586,11 @@ class Decoder(nn.Module):
         return self.tensor.weight(getattr(self, self.head_name)).to(self.dtype)
 
     def _head_input(self, x_BSD: Tensor) -> Tensor:
-        norm_D = self.tensor.weight(self.final_norm)
-        norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
+        if self.shape.norm_weights:
+            norm_D = self.tensor.weight(self.final_norm)
+            norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
+        else:
+            norm_D = torch.ones_like(x_BSD[0, 0])
         h_BSD = self.ops.rms_norm(x_BSD, norm_D, self.shape.norm_eps)
         share = self.shape.mup_width_ratio  # muP: logits keep their size as the width grows
         return h_BSD if share == 1 else h_BSD * share
@@ -586,6 +611,7 @@ def look_up_rope_tables(
     positions = torch.arange(context, device=positions_BT.device).float()
     angles_PK = positions.unsqueeze(-1) * frequencies.repeat(2)
     cos_PK, sin_PK = angles_PK.cos(), angles_PK.sin()
-    if factor != 1:
-        cos_PK, sin_PK = cos_PK * factor, sin_PK * factor
+    if factor != 1:  # of the pairs that turn
+        factor_K = torch.where(frequencies == 0, 1.0, factor).repeat(2)
+        cos_PK, sin_PK = cos_PK * factor_K, sin_PK * factor_K
     return F.embedding(positions_BT, cos_PK.to(dtype)), F.embedding(positions_BT, sin_PK.to(dtype))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from factory.evals.export_folder import read_config, read_weights
 from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ExpertsSpec, LayerSpec, ModelSpec
+from models.tensors import list_unit_norms
 
 JOINED_TENSORS = (
     ("q", "k", "v"), ("q_bias", "k_bias", "v_bias"), ("gate", "up"), ("gate_bias", "up_bias"), ("shared_gate", "shared_up"),
@@ -68,7 +69,8 @@ class CachedDecoder:
         self.weights = {name: weight.to(device) for name, weight in weights.items()}
         self._layers = [spec.layer(number) for number in range(spec.layers)]
         self._blocks = [self._prepare(number) for number in range(spec.layers)]
-        self._final_norm_D = self._norm_weight("final_norm")
+        unit_D = torch.ones(spec.d_model, device=device)
+        self._final_norm_D = self._norm_weight(self.weights["final_norm"]) if spec.norm_weights else unit_D
         self.head_VD = self.weights["embedding" if spec.tied else "head"]
         self._scale = spec.attention_scale or spec.head_dim**-0.5
         self._needs_scores = (
@@ -92,6 +94,7 @@ class CachedDecoder:
         """Return the tensors of a layer, with those of ``JOINED_TENSORS`` joined. ``weights`` then has views of these."""
         prefix = f"blocks.{number}."
         block = {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
+        block |= {key: torch.ones(size, device=self.device) for key, size in list_unit_norms(self.spec, number).items()}
         for parts in JOINED_TENSORS:
             if all(part in block for part in parts):
                 held = [block.pop(part) for part in parts]
@@ -100,14 +103,14 @@ class CachedDecoder:
                 views = joined.split([part.shape[dim] for part in held], dim)
                 self.weights |= {prefix + part: view for part, view in zip(parts, views, strict=True)}
                 block[parts[0]] = joined
-        block |= {key: self._norm_weight(prefix + key) for key in block if key.endswith("norm")}
+        block |= {key: self._norm_weight(weight) for key, weight in block.items() if key.endswith("norm")}
         if self.spec.qk_norm is True:  # of each query head, then of each key head
             q_K, k_K = block.pop("q_norm"), block.pop("k_norm")
             block["qk_norm"] = torch.cat((q_K.expand(self.spec.heads, -1), k_K.expand(self.spec.kv_heads, -1)))
         return block
 
-    def _norm_weight(self, name: str) -> torch.Tensor:
-        return self.weights[name] + 1 if self.spec.norm_plus_one else self.weights[name]
+    def _norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 1 if self.spec.norm_plus_one else weight
 
     def make_cache(self, rows: int, columns: int) -> torch.Tensor:
         """Return a cache [layers, 2, rows, G, columns, K] of zeros. Unwritten columns are masked, but a NaN in them would still spoil the row."""
@@ -132,6 +135,8 @@ class CachedDecoder:
         x_ND = F.embedding(ids_N, self.weights["embedding"])
         if spec.embedding_scale is not None:
             x_ND = x_ND * spec.embedding_scale
+        if spec.embedding_norm:
+            x_ND = F.rms_norm(x_ND, x_ND.shape[1:], eps=spec.norm_eps)
         for number, (block, layer) in enumerate(zip(self._blocks, self._layers, strict=True)):
             y_ND = self._norm(x_ND, block.get("attention_norm"))
             o_ND = self._attention(y_ND, block, layer, at, cache[number])
@@ -300,7 +305,7 @@ class CachedDecoder:
 
     def _mixture(self, x_ND: torch.Tensor, block: Block, experts: ExpertsSpec) -> torch.Tensor:
         """Send each token to ``per_token`` experts, chosen by biased scores and weighted by unbiased ones (arXiv:2412.19437, §2.1.2)."""
-        scores_NE = F.linear(x_ND, block["router"])
+        scores_NE = F.linear(x_ND, block["router"], block.get("router_logits_bias"))
         affinity_NE = scores_NE.sigmoid() if experts.scores == "sigmoid" else scores_NE.softmax(-1)
         ranked_NE = affinity_NE + block["router_bias"] if "router_bias" in block else affinity_NE
         if experts.groups > 1:
@@ -317,9 +322,22 @@ class CachedDecoder:
         y_ND = _swiglu(x_ND, block["shared_gate"], block["shared_down"]) if experts.shared else torch.zeros_like(x_ND)
         for expert in chosen_NP.unique().tolist():
             token_M, place_M = (chosen_NP == expert).nonzero(as_tuple=True)
-            out_MD = _swiglu(x_ND[token_M], block["experts_gate"][expert], block["experts_down"][expert])
-            y_ND[token_M] += weight_NP[token_M, place_M, None] * out_MD
+            y_ND[token_M] += weight_NP[token_M, place_M, None] * self._expert(x_ND[token_M], block, expert, experts)
         return y_ND
+
+    def _expert(self, x_MD: torch.Tensor, block: Block, expert: int, experts: ExpertsSpec) -> torch.Tensor:
+        gate_up, down = block["experts_gate"][expert], block["experts_down"][expert]
+        if not experts.bias and experts.clamp is None:
+            return _swiglu(x_MD, gate_up, down)
+        biases: list[torch.Tensor | None] = [None, None, None]
+        if experts.bias:
+            keys = ("experts_gate_bias", "experts_up_bias", "experts_down_bias")
+            biases = [block[key].view(experts.count, -1)[expert] for key in keys]
+        gate, up = (F.linear(x_MD, w, b) for w, b in zip(gate_up.chunk(2), biases[:2], strict=True))
+        if experts.clamp is None:
+            return F.linear(F.silu(gate) * up, down, biases[2])
+        gate, up = gate.clamp(max=experts.clamp), up.clamp(-experts.clamp, experts.clamp)
+        return F.linear(gate * (gate * experts.clamp_alpha).sigmoid() * (up + 1), down, biases[2])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """RMSNorm; ``x`` itself if the layer has no norm here."""

@@ -291,6 +291,175 @@ DEEPSEEK_V3 = (
         },
     }
 )
+OLMO_3 = (
+    SHARED
+    | sizes(4096, 11008, 32, 32, 32, 100_278, 65_536)
+    | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+        "pad_token_id": 100277,
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+    }
+)
+EXAONE_SCALING = {
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+EXAONE_4 = (
+    without(SHARED, "attention_bias")
+    | sizes(5120, 27392, 64, 40, 8, 102_400, 131_072)
+    | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "model_type": "exaone4",
+        "head_dim": 128,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 16,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": EXAONE_SCALING,
+        "rope_theta": 1000000,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": False,
+    }
+)
+EXAONE_4_SMALL = (
+    EXAONE_4
+    | sizes(2048, 4096, 30, 32, 8, 102_400, 65_536)
+    | {
+        "head_dim": 64,
+        "layer_types": ["full_attention"] * 30,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "tie_word_embeddings": True,
+    }
+)
+SEED_OSS = (
+    SHARED
+    | sizes(5120, 27648, 64, 80, 8, 155_136, 524_288)
+    | {
+        "architectures": ["SeedOssForCausalLM"],
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "mlp_bias": False,
+        "residual_dropout": 0.1,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": False,
+    }
+)
+MIXTRAL = (
+    without(SHARED, "attention_bias")
+    | sizes(4096, 14336, 32, 32, 8, 32_000, 32_768)
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    }
+)
+OLMOE = (
+    SHARED
+    | sizes(2048, 1024, 16, 16, 16, 50_304, 4096)
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "clip_qkv": None,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "pad_token_id": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+    }
+)
+NANOCHAT = (
+    without(SHARED, "hidden_act")
+    | sizes(2048, 8192, 32, 16, 16, 65_536, 2048)
+    | {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": "nanochat",
+        "final_logit_softcapping": 15.0,
+        "hidden_act": "relu2",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+)
+PHI_4 = (
+    SHARED
+    | sizes(5120, 17920, 40, 40, 10, 100_352, 16_384)
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 16384,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    }
+)
+GPT_OSS = (
+    SHARED
+    | sizes(2880, 2880, 24, 64, 8, 201_088, 131_072)
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+    }
+)
+GPT_OSS_120B = GPT_OSS | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
 DEEPSEEK_SCALE = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
 SIX = [512] * 5 + [None]
 
@@ -319,6 +488,26 @@ PUBLISHED: list[tuple[str, dict[str, Any], float, dict[str, Any]]] = [
     ("DeepSeek-V3", DEEPSEEK_V3, 671_026_404_352, {"attention_scale": DEEPSEEK_SCALE, "head_dim": 192}),
     ("SmolLM3 3B", SMOLLM_3, 3_075_098_624, {"nope_every": 4, "tied": True}),
     ("GLM-4.5 Air", GLM_4_5_AIR, 106_852_245_504, {"rope_share": 0.5, "qkv_bias": True, "attention_out_bias": False}),
+    (
+        "OLMo 3 7B",
+        OLMO_3,
+        7_298_011_136,
+        {"norms": "post", "qk_norm": "whole", "window_rope_theta": 5e5, "windows": [4096, 4096, 4096, None] * 8},
+    ),
+    ("EXAONE 4.0 32B", EXAONE_4, 32_003_216_384, {"nope_every": 4, "qk_norm": True, "norms": "post"}),
+    ("EXAONE 4.0 1.2B", EXAONE_4_SMALL, 1_279_391_488, {"nope_every": None, "windows": None, "tied": True}),
+    ("Seed-OSS 36B", SEED_OSS, 36_151_104_512, {"qkv_bias": True, "attention_out_bias": False, "head_dim": 128}),
+    ("Mixtral 8x7B", MIXTRAL, 46_702_792_704, {"windows": None, "rope_theta": 1e6}),
+    ("OLMoE 1B 7B", OLMOE, 6_919_161_856, {"qk_norm": "whole", "norms": "pre"}),
+    (
+        "nanochat d32",
+        NANOCHAT,
+        1_879_048_192,
+        {"gated": False, "activation": "relu2", "norm_weights": False, "logit_softcap": 15.0},
+    ),
+    ("Phi-4", PHI_4, 14_659_507_200, {"rope_theta": 2.5e5, "rope_share": 1.0, "tied": False}),
+    ("gpt-oss 20B", GPT_OSS, 20_914_757_184, {"attention_sinks": True, "windows": [128, None] * 12, "qkv_bias": True}),
+    ("gpt-oss 120B", GPT_OSS_120B, 116_829_156_672, {"attention_sinks": True, "attention_out_bias": True}),
 ]
 
 
@@ -399,6 +588,31 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"rope_theta": 2e6, "window_rope_theta": 3e4},
     ),
     (without(DEEPSEEK_V3, "rope_scaling"), {}, {"attention_scale": None, "rope_scaling": None}),
+    (without(OLMO_3, "layer_types", "rope_theta"), {}, {"windows": [4096, 4096, 4096, None] * 8, "rope_theta": 5e5}),
+    (without(EXAONE_4, "layer_types"), {"sliding_window_pattern": 4}, {"nope_every": 4}),
+    (without(EXAONE_4, "num_key_value_heads"), {"num_attention_heads": 64}, {"kv_heads": 32}),
+    (EXAONE_4, {"num_key_value_heads": None}, {"kv_heads": 40}),
+    (without(SEED_OSS, "attention_bias", "head_dim"), {}, {"qkv_bias": True, "head_dim": 128}),
+    (SEED_OSS, {"head_dim": None}, {"head_dim": 64}),
+    (
+        without(MIXTRAL, "sliding_window", "rope_theta", "num_key_value_heads"),
+        {},
+        {"windows": None, "rope_theta": 1e6, "kv_heads": 8},
+    ),
+    (without(NANOCHAT, "final_logit_softcapping", "hidden_act"), {}, {"logit_softcap": 15.0, "activation": "relu2"}),
+    (NANOCHAT, {"final_logit_softcapping": None}, {"logit_softcap": None}),
+    (
+        without(GPT_OSS, "layer_types", "sliding_window", "rope_theta", "attention_bias", "rope_scaling"),
+        {},
+        {
+            "windows": [128, None] * 12,
+            "rope_theta": 1.5e5,
+            "qkv_bias": True,
+            "rope_scaling": read(GPT_OSS).rope_scaling,
+        },
+    ),
+    (without(GPT_OSS, "rope_scaling"), {"rope_parameters": {"rope_type": "default"}}, {"rope_scaling": None}),
+    (without(MISTRAL, "num_key_value_heads"), {}, {"kv_heads": 8}),
 ]
 
 
@@ -474,7 +688,26 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str | None]] = [
     (DEEPSEEK_V3, {"scoring_func": "softmax"}, "models.other_value", "scoring_func"),
     (DEEPSEEK_V3, {"num_key_value_heads": 64}, "models.other_value", "num_key_value_heads"),
     ({"model_type": "gemma3", "text_config": GEMMA_3, "vision_config": {}}, {}, "models.multimodal", None),
-    ({"model_type": "phi3"}, {}, "models.unknown_family", None),
+    ({"model_type": "bloom"}, {}, "models.unknown_family", None),
+    (OLMO_3, {"rope_theta": 1e4}, "models.other_value", "rope_theta"),  # of the layers without a window, or of all?
+    (OLMO_3, {"clip_qkv": 8.0}, "models.other_value", "clip_qkv"),
+    (EXAONE_4, {"layer_types": ["full_attention", "sliding_attention"] * 32}, "models.other_value", "layer_types"),
+    (EXAONE_4, {"layer_types": None}, "models.other_value", "sliding_window_pattern"),
+    (EXAONE_4_SMALL, {"layer_types": None}, "models.missing_key", "layer_types"),
+    (SEED_OSS, {"attention_bias": None}, "models.other_value", "attention_bias"),
+    (MIXTRAL, {"output_router_logits": True}, "models.other_value", "output_router_logits"),
+    (OLMOE, {"clip_qkv": 8.0}, "models.other_value", "clip_qkv"),
+    (NANOCHAT, {"hidden_act": "silu"}, "models.other_value", "hidden_act"),
+    (NANOCHAT, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "models.other_value", "attention_factor"),
+    (
+        PHI_4,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "models.other_value",
+        "rope_type",
+    ),
+    (PHI_4, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "models.other_value", "rope_scaling"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "models.quantised", None),
+    (GPT_OSS, {"experts_per_token": 8}, "models.other_value", "experts_per_token"),
     ({}, {}, "models.unknown_family", None),
 ]
 

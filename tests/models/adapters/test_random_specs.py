@@ -54,8 +54,31 @@ STYLES: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA | {"window_rope_theta": 1e3, "tied": True},
     "glm4_moe": {"rope_share": 0.5},
     "deepseek_v3": {"qk_norm": False, "latent": LATENT, "head_dim": 16, "kv_heads": 4},
+    "olmo3": {"qk_norm": "whole", "norms": "post", "head_dim": 8, "windows": [8, None], "window_rope_theta": 5e5},
+    "exaone4": {"norms": "post", "windows": [8, None], "nope_every": 2},
+    "seed_oss": {"qk_norm": False, "attention_out_bias": True},
+    "mixtral": {"qk_norm": False},
+    "olmoe": {"qk_norm": "whole", "head_dim": 8},
+    "nanochat": {"norm_weights": False, "embedding_norm": True, "gated": False, "activation": "relu2"},
+    "phi3": {"qk_norm": False, "rope_share": 0.5},
+    "gpt_oss": {
+        "qk_norm": False,
+        "attention_sinks": True,
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "windows": [8, None],
+    },
 }
-WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+OF_MIXTRAL = OF_QWEN | {"dense_layers": 0}
+# of experts, what goes together in each family
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": OF_QWEN,
+    "glm4_moe": {"groups": 2, "groups_per_token": 1},
+    "deepseek_v3": {"groups": 2, "groups_per_token": 1},
+    "mixtral": OF_MIXTRAL | {"normalise": True},
+    "olmoe": OF_MIXTRAL,
+    "gpt_oss": OF_MIXTRAL | {"normalise": True, "bias": True, "clamp": 7.0},
+}
 # Facts of which a description changes at most two: with all at random no family could hold it.
 CHANGES = st.fixed_dictionaries(
     {},
@@ -87,8 +110,8 @@ def specs(draw: st.DrawFn, family: str) -> ModelSpec | None:
         "tied": draw(st.booleans()),
         "rope_theta": draw(st.sampled_from([1e4, 5e5])),
     }
-    if family in WITH_EXPERTS:
-        keys["experts"] = draw(EXPERTS) | (OF_QWEN if family == "qwen3_moe" else {"groups": 2, "groups_per_token": 1})
+    if family in MIXTURES:
+        keys["experts"] = draw(EXPERTS) | MIXTURES[family]
     changes = draw(st.one_of(st.just({}), CHANGES))
     try:
         return ModelSpec.model_validate(keys | STYLES[family] | changes)
@@ -118,7 +141,7 @@ def test_what_a_family_holds_has_the_tensors_of_transformers(family: str) -> Non
         config = transformers.AutoConfig.for_model(family, **one.write(stored), pad_token_id=None)
         with torch.device("meta"):
             model = getattr(transformers, one.class_name)(config)
-        found = {name: tuple(tensor.shape) for name, tensor in list_file_tensors(model.state_dict()).items()}
+        found = {name: tuple(tensor.shape) for name, tensor in list_file_tensors(model, model.state_dict()).items()}
         if stored.tied:
             del found["lm_head.weight"]
         assert found == {name: mapping.shape for mapping in one.list_mappings(stored) for name in mapping.theirs}
@@ -140,16 +163,18 @@ def test_a_description_with_another_fact_is_not_held_as_if_it_were_the_same(fami
         "d_ff": 48,
         "context": 64,
     }
-    if family in WITH_EXPERTS:
-        base["experts"] = {"count": 4, "per_token": 2, "d_ff": 16} | (OF_QWEN if family == "qwen3_moe" else {})
+    if family in MIXTURES:
+        base["experts"] = {"count": 4, "per_token": 2, "d_ff": 16} | MIXTURES[family]
     spec = ModelSpec.model_validate(base | STYLES[family])
     one = FAMILIES[family]
     assert one.find_differences(spec) == {}
     for change in (
-        {"attention_sinks": True},
-        {"gated": False},
+        {"attention_sinks": not spec.attention_sinks},
+        {"gated": not spec.gated},
         {"position": "alibi", "nope_every": None, "latent": None, "window_rope_theta": None},
-        {"activation": "relu2"},
+        {"activation": "relu2" if spec.activation != "relu2" else "gelu"},
+        {"norm_weights": not spec.norm_weights},
+        {"embedding_norm": not spec.embedding_norm},
         {"windows": [7, 9]},
         {"norm_plus_one": not spec.norm_plus_one},
         {"norms": "pre" if spec.norms != "pre" else "post"},
@@ -164,7 +189,7 @@ def test_a_family_that_is_not_known_is_refused() -> None:
 
     spec = ModelSpec(vocab_size=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48, context=64)
     with pytest.raises(ModelFilesError) as raised:
-        find_family_for_export(spec.model_copy(update={"family": "phi3"}))
+        find_family_for_export(spec.model_copy(update={"family": "bloom"}))
     assert raised.value.code == "models.no_such_family"
     with pytest.raises(ModelFilesError) as raised:
         find_family_for_export(spec.model_copy(update={"attention_sinks": True}))

@@ -30,6 +30,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "norms after": {"norms": "post"},
     "norms before and after": {"norms": "sandwich"},
     "norms plus one": {"norm_plus_one": True},
+    "norms without weights": {"norm_weights": False, "norms": "sandwich"},
+    "a norm of the embedding": {"embedding_norm": True},
     "embedding scale": {"embedding_scale": 5.5},
     "logit soft-cap": {"logit_softcap": 1.5},
     "RoPE on a part": {"rope_share": 0.5},
@@ -66,6 +68,9 @@ FACTS: dict[str, dict[str, Any]] = {
     "experts": {"experts": EXPERTS},
     "softmax experts": {"experts": EXPERTS | {"scores": "softmax", "balance": "loss", "shared": 0}},
     "experts in groups": {"experts": EXPERTS | {"groups": 4, "groups_per_token": 2, "scale": 2.5, "shared": 2}},
+    "experts with biases": {"experts": EXPERTS | {"shared": 0, "bias": True}},
+    "clamped experts": {"experts": EXPERTS | {"shared": 0, "clamp": 0.5}},
+    "clamped experts with biases": {"experts": EXPERTS | {"shared": 0, "clamp": 0.8, "clamp_alpha": 1.2, "bias": True}},
     "experts not normalised": {"experts": EXPERTS | {"normalise": False, "dense_layers": 0}},
 }
 

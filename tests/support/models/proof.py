@@ -78,20 +78,11 @@ class Subject:
             return self.ours.logits(tokens_BT, positions_BT, torch.zeros_like(tokens_BT, dtype=torch.int32))
 
 
-def list_file_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def list_file_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a model of transformers by their names in its files: in memory the experts of a layer are joined."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        outer, _, key = name.rpartition(".")
-        if not outer.endswith(".experts"):
-            found[name] = tensor
-        elif key == "gate_up_proj":
-            for number, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                found |= {f"{outer}.{number}.gate_proj.weight": gate, f"{outer}.{number}.up_proj.weight": up}
-        else:
-            found |= {f"{outer}.{number}.{key}.weight": one for number, one in enumerate(tensor)}
-    return found
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def count_equal_tensors(subject: Subject) -> float:
@@ -100,7 +91,9 @@ def count_equal_tensors(subject: Subject) -> float:
     native = dict(source.iterate_native())
     back = dict(convert_to_files(source.spec, source.family, native.__getitem__))
     stored = {
-        name: tensor for name, tensor in list_file_tensors(subject.theirs.state_dict()).items() if name in source.dtypes
+        name: tensor
+        for name, tensor in list_file_tensors(subject.theirs, subject.theirs.state_dict()).items()
+        if name in source.dtypes
     }
     assert stored and set(stored) <= set(back)
     return sum(not torch.equal(back[name], tensor) for name, tensor in stored.items())
@@ -152,16 +145,17 @@ def compare_gradients(subject: Subject) -> float:
         subject.ours.logits(tokens_BT, positions_BT, torch.zeros_like(tokens_BT, dtype=torch.int32)),
     ):
         F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()).backward()
-    theirs = list_file_tensors({n: p.grad for n, p in subject.theirs.named_parameters() if p.grad is not None})
+    gradients = {n: p.grad for n, p in subject.theirs.named_parameters() if p.grad is not None}
+    theirs = list_file_tensors(subject.theirs, gradients)
     ours = {name: parameter.grad for name, parameter in subject.ours.named_parameters()}
     worst = 0.0
     for mapping in subject.source.family.list_mappings(subject.source.spec):
-        gradient = ours.get(mapping.native)
-        if mapping.native.endswith("router_bias"):  # a buffer
+        if mapping.natives[0].endswith("router_bias"):  # a buffer
             continue
-        assert gradient is not None, mapping.native
-        expected = mapping.to_native(theirs.__getitem__)
-        worst = max(worst, _largest(gradient - expected) / max(float(expected.abs().max()), 1e-3))
+        for name, expected in mapping.to_native(theirs.__getitem__):
+            gradient = ours.get(name)
+            assert gradient is not None, name
+            worst = max(worst, _largest(gradient - expected) / max(float(expected.abs().max()), 1e-3))
     return worst
 
 

@@ -87,20 +87,25 @@ class Case:
         config = self.make_config()
         config._attn_implementation = "eager"
         model = getattr(transformers, FAMILIES[self.family].class_name)(config)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if "e_score_correction_bias" in name:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
-                elif "inv_freq" in name or "embed_scale" in name:
-                    continue
-                elif "norm" in name:
-                    tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
-                elif tensor.ndim == 1:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
-                else:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
-        return model.eval()
+        return randomise_weights(model, seed)
+
+
+def randomise_weights(model: Any, seed: int = 0) -> Any:
+    """Give a model of transformers random weights, for evaluation. No weight, bias or norm has the value that it has at initialisation."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "e_score_correction_bias" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+            elif "inv_freq" in name or "embed_scale" in name:
+                continue
+            elif "norm" in name:
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            elif tensor.ndim == 1:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+    return model.eval()
 
 
 CASES = [
@@ -168,6 +173,21 @@ CASES = [
     ),
     Case("olmo2", "plain", WHOLE_HEADS | {"rope_theta": 5e5}),
     Case("olmo2", "tied", WHOLE_HEADS | {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LLAMA3}),
+    Case("olmo3", "windows", WHOLE_HEADS | {"sliding_window": WINDOW, "attention_bias": True, "rope_scaling": YARN}),
+    Case(
+        "olmo3",
+        "tied",
+        WHOLE_HEADS
+        | {
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     Case("mistral", "windows", {"sliding_window": WINDOW}),
     Case(
         "mistral",
@@ -231,6 +251,7 @@ CASES = [
             "tie_word_embeddings": True,
         },
     ),
+    Case("glm4_moe", "yarn", EXPERTS | {"partial_rotary_factor": 0.5, "rope_scaling": YARN}),
     Case("deepseek_v3", "plain", EXPERTS | LATENT | {"rope_scaling": MSCALE}),
     Case(
         "deepseek_v3",
@@ -238,6 +259,88 @@ CASES = [
         EXPERTS
         | LATENT
         | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    ),
+    Case("exaone4", "windows", {"sliding_window": WINDOW, "sliding_window_pattern": 2, "rope_theta": 1e6}),
+    Case(
+        "exaone4",
+        "tied",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 4,
+            "tie_word_embeddings": True,
+            "rope_scaling": LLAMA3,
+        },
+    ),
+    Case("seed_oss", "plain", {"rope_theta": 1e7}),
+    Case(
+        "seed_oss",
+        "biases",
+        {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": YARN,
+        },
+    ),
+    Case("mixtral", "plain", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Case(
+        "mixtral",
+        "windows",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW, "tie_word_embeddings": True},
+    ),
+    Case("olmoe", "plain", WHOLE_HEADS | {"num_experts": 8, "num_experts_per_tok": 3}),
+    Case(
+        "olmoe",
+        "tied",
+        WHOLE_HEADS
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": YARN,
+        },
+    ),
+    Case("nanochat", "plain", {"final_logit_softcapping": 3.0}),
+    Case(
+        "nanochat",
+        "biases",
+        {
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    Case("phi3", "windows", {"sliding_window": WINDOW, "partial_rotary_factor": 0.5}),
+    Case("phi3", "tied", {"tie_word_embeddings": True, "rope_theta": 2.5e5}),
+    Case(
+        "gpt_oss",
+        "plain",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 1.0,
+            "rope_scaling": YARN | {"truncate": False},
+        },
+    ),
+    Case(
+        "gpt_oss",
+        "tied",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "swiglu_limit": 2.0,
+            "swiglu_alpha": 1.2,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
 ]
 

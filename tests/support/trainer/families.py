@@ -45,6 +45,27 @@ DESCRIBED: dict[str, dict[str, Any]] = {
             "count": 4, "per_token": 2, "d_ff": 16, "shared": 0, "dense_layers": 0, "scores": "softmax", "balance": "loss", "loss_weight": 0.1,
         },
     },
+    "exaone4": {"model__norms": "post", "model__windows": [9, None], "model__nope_every": 2, "model__tied": False},
+    "nanochat": {
+        "model__tied": False,
+        "model__norm_weights": False,
+        "model__embedding_norm": True,
+        "model__gated": False,
+        "model__activation": "relu2",
+        "model__logit_softcap": 15.0,
+    },
+    "gpt-oss": {
+        "model__qk_norm": False,
+        "model__tied": False,
+        "model__attention_sinks": True,
+        "model__qkv_bias": True,
+        "model__attention_out_bias": True,
+        "model__windows": [9, None],
+        "model__experts": {
+            "count": 4, "per_token": 2, "d_ff": 16, "shared": 0, "dense_layers": 0, "scores": "softmax", "balance": "loss",
+            "bias": True, "clamp": 7.0,
+        },
+    },
     "deepseek": {
         "model__qk_norm": False,
         "model__kv_heads": 4,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from models.adapters import find_family_for_export
 from tests.support.messages import codes, refused
 from tests.support.paths import ROOT
+from tests.support.trainer.families import DESCRIBED
 from tests.support.trainer.segments import TINY, recipe_with
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import LATER, Recipe
@@ -72,6 +74,14 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
             {"d_model": 36, "multiple": 8},
         ),
         ({"model__nope_every": 2}, "models.no_family", {"family": "Qwen3ForCausalLM"}),
+        ({"model__position": "alibi"}, "models.no_family", {"family": "Qwen3ForCausalLM"}),
+        (
+            {"model__attention_sinks": True},
+            "models.no_family",
+            {"family": "Qwen3ForCausalLM"},
+        ),  # of gpt-oss, with its experts
+        ({"model__norm_weights": False, "model__norm_plus_one": True}, "models.norm_weights", {}),
+        ({"model__experts": {"count": 4, "per_token": 2, "d_ff": 8, "clamp": 7.0}}, "models.shared_swiglu", {}),
         (
             {"model__experts": {"count": 4, "per_token": 5, "d_ff": 8}},
             "models.experts_per_token",
@@ -144,6 +154,7 @@ def test_a_tensor_split_into_too_narrow_experts_is_refused() -> None:
     ("changes", "ranks", "code", "data"),
     [
         ({"parallel__tensor": 2}, 3, "recipe.tensor_ranks", {"tensor": 2, "ranks": 3}),
+        (DESCRIBED["gpt-oss"] | {"parallel__tensor": 2}, 2, "recipe.tensor_expert_bias", {"tensor": 2}),
         ({"parallel__tensor": 4}, 4, "recipe.tensor_size", {"tensor": 4, "key": "kv_heads", "size": 2}),
         ({"parallel__replicas": 2}, 3, "recipe.replicas", {"replicas": 2, "ranks": 3}),
     ],
@@ -217,3 +228,12 @@ def test_a_newer_key_is_written_only_if_it_differs_from_its_default(path: str, u
     assert path.rpartition(".")[2] in within(said) and path.rpartition(".")[2] not in within(unsaid)
     assert unsaid == plain and unsaid.sha256 == plain.sha256 != said.sha256
     assert Recipe.parse(said.model_dump()) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name"),
+    [("exaone4", "Exaone4ForCausalLM"), ("nanochat", "NanoChatForCausalLM"), ("gpt-oss", "GptOssForCausalLM")],
+)
+def test_a_recipe_can_have_each_fact_that_some_family_holds(name: str, class_name: str) -> None:
+    """NoPE with QK-norm, an MLP without a gate, norms without weights, sinks, experts with biases."""
+    assert find_family_for_export(recipe_with(**DESCRIBED[name]).model).class_name == class_name

@@ -45,6 +45,7 @@ def ours(p: Parts, per_token: int) -> Tensor:
         p["gate"],
         p["up"],
         p["down"],
+        choose(per_token),
         bind_ops({}),
     )
 

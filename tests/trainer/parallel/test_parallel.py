@@ -85,6 +85,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tensor-latent": (2, DESCRIBED["deepseek"] | {"parallel__tensor": 2}),
     "tensor-balance-loss": (2, DESCRIBED["qwen3-moe"] | {"parallel__tensor": 2}),
+    "shard-sinks-expert-biases": (2, DESCRIBED["gpt-oss"] | {"batch__micro_sequences": 2}),
+    "tensor-unit-norms": (2, DESCRIBED["nanochat"] | {"parallel__tensor": 2}),
     "shard-tensor-muon-recompute": (
         4,
         {"parallel__tensor": 2, "optimizer__name": "muon", "parallel__recompute": "block"},

@@ -332,6 +332,37 @@ CASES = (
             "model.experts": {**EXPERTS, "per_token": 1, "groups": 2, "normalise": False, "scale": 2.5},
         },
     ),
+    MatrixCase(  # as nanochat
+        "norms without weights, a norm of the embedding, an MLP without a gate",
+        changes={
+            "model.tied": False,
+            "model.norm_weights": False,
+            "model.embedding_norm": True,
+            "model.gated": False,
+            "model.activation": "relu2",
+            "model.logit_softcap": 2.0,
+        },
+    ),
+    MatrixCase(  # as gpt-oss
+        "attention sinks, clamped experts with biases",
+        changes={
+            "model.qk_norm": False,
+            "model.tied": False,
+            "model.attention_sinks": True,
+            "model.qkv_bias": True,
+            "model.attention_out_bias": True,
+            "model.windows": [5, None],
+            "model.experts": {
+                **EXPERTS,
+                "shared": 0,
+                "dense_layers": 0,
+                "scores": "softmax",
+                "balance": "loss",
+                "bias": True,
+                "clamp": 0.5,
+            },
+        },
+    ),
     MatrixCase(
         "LoRA's matrices in place of the weights",
         "trunk",

@@ -13,6 +13,7 @@ from models.adapters import find_family_for_export
 from models.tensors import list_tensor_shapes
 from tests.support.messages import refused, says
 from tests.support.trainer.families import FAMILIES, ODD
+from tests.support.trainer.families import DESCRIBED, FAMILIES, ODD
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from tests.support.trainer.small_models import make_model
 from trainer.contract.checkpoint import format as checkpoints
@@ -31,13 +32,20 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
     return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+EXPORTED = FAMILIES | {
+    "exaone4": ("Exaone4ForCausalLM", DESCRIBED["exaone4"]),
+    "nanochat": ("NanoChatForCausalLM", DESCRIBED["nanochat"]),
+    "gpt-oss": ("GptOssForCausalLM", DESCRIBED["gpt-oss"]),
+}
+
+
+@pytest.mark.parametrize("family", EXPORTED)
 def test_transformers_and_the_judge_load_an_export_and_give_the_same_logits(
     tmp_path: Path, make_shard: MakeShard, family: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    architecture, changes = FAMILIES[family]
+    architecture, changes = EXPORTED[family]
     checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
     theirs, report = AutoModelForCausalLM.from_pretrained(

@@ -65,6 +65,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "experts.normalise": {"experts": {"normalise": False}}, "experts.scale": {"experts": {"scale": 2.5}},
     "experts.groups": {"experts": {"groups": 2, "groups_per_token": 1}},
     "experts.groups_per_token": {"experts": {"groups": 2, "groups_per_token": 2}},
+    "norm_weights": {"norm_weights": False}, "embedding_norm": {"embedding_norm": True}, "experts.bias": {"experts": {"bias": True}},
+    "experts.clamp": {"experts": {"clamp": 7.0}}, "experts.clamp_alpha": {"experts": {"clamp_alpha": 1.0}},
 }  # fmt: skip
 HEADS = ("heads", "kv_heads", "head_dim")  # one alone changes shapes, all three together need not
 
@@ -75,10 +77,11 @@ def test_each_key_of_a_model_is_of_training_or_changes_a_shape_or_can_be_accepte
     assert set(OTHER) | set(HEADS) | set(OF_TRAINING) == keys
     assert not set(ACCEPTABLE) & set(OF_TRAINING)
     for key, change in OTHER.items():
+        experts = EXPERTS | {"shared": 0}
         plain = {
             "vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 64, "context": 32,
-        } | ({"experts": EXPERTS} if key.startswith("experts") else {})  # fmt: skip
-        other = plain | change | ({"experts": EXPERTS | change["experts"]} if "experts" in change else {})
+        } | ({"experts": experts} if key.startswith("experts") else {})  # fmt: skip
+        other = plain | change | ({"experts": experts | change["experts"]} if "experts" in change else {})
         before, after = ModelSpec.model_validate(plain), ModelSpec.model_validate(other)
         assert key in find_model_function_changes(before.model_dump(), after)
         assert (list_tensor_shapes(before) == list_tensor_shapes(after)) == (key in ACCEPTABLE), key

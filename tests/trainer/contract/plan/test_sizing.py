@@ -209,6 +209,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "no gate": {"gated": False, "activation": "relu2", "tied": False},
     "no gate, GELU, no position": {"gated": False, "activation": "gelu", "nope_every": 2, "qk_norm": False},
+    "norms without weights": {"norm_weights": False, "gated": False, "activation": "relu2"},
     "windows, a part of each head turns": {"windows": [4], "rope_share": 0.5, "qk_norm": False},
     "latent attention": {"latent": LATENT, "kv_heads": 6, "head_dim": 12, "qk_norm": False},
     "latent attention without a rank of queries": {"latent": LATENT | {"q_rank": None}, "kv_heads": 6, "head_dim": 12, "qk_norm": False},
