@@ -12,7 +12,6 @@ from kernels.contract.registry import bind_ops
 from models.adapters import find_family_for_export
 from models.tensors import list_tensor_shapes
 from tests.support.messages import refused, says
-from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.families import DESCRIBED, FAMILIES, ODD
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from tests.support.trainer.small_models import make_model
