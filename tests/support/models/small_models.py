@@ -71,6 +71,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.family}-{self.name}"
 
+    @property
+    def multi_token_layers(self) -> int:
+        """How many layers for multi-token prediction are added to the files that transformers writes of the model (``multi_token``)."""
+        return int(self.keys.get("num_nextn_predict_layers", 0))
+
     def make_config(self) -> Any:
         """The config of transformers."""
         from transformers import AutoConfig
@@ -231,6 +236,7 @@ CASES = [
             "tie_word_embeddings": True,
         },
     ),
+    Case("glm4_moe", "multi-token", EXPERTS | {"attention_bias": True, "num_nextn_predict_layers": 1}),
     Case("deepseek_v3", "plain", EXPERTS | LATENT | {"rope_scaling": MSCALE}),
     Case(
         "deepseek_v3",
@@ -239,6 +245,7 @@ CASES = [
         | LATENT
         | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     ),
+    Case("deepseek_v3", "multi-token", EXPERTS | LATENT | {"num_nextn_predict_layers": 2}),
 ]
 
 
