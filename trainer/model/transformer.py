@@ -526,7 +526,7 @@ class Decoder(nn.Module):
         loss = loss + router_z_share * auxiliary[:, 0].sum()
         if self.shape.experts.balance == "loss":
             loss = loss + balance_share * auxiliary[:, 1].sum()
-        return loss, nll_BS, load.detach()
+        return loss, nll_BS, load.detach().contiguous()  # gloo would sum the memory that a view skips
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """The logits [B, S, V], for tests and for comparing an export. Training never has all of them in memory."""
