@@ -392,18 +392,10 @@ class ModelSpec(StrictSchema):
     # -- counts --------------------------------------------------------------------------------------------------------
     @property
     def matmul_parameter_count(self) -> int:
-        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count. Layers for
-        multi-token prediction do not count."""
+        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count. The
+        layers for multi-token prediction do not count."""
         return self.vocab_size * self.d_model + self._matmul_parameters(
             range(self.layers), lambda experts: experts.per_token
-        )
-
-    @property
-    def multi_token_matmul_parameter_count(self) -> int:
-        """The same of the layers for multi-token prediction, each with the head."""
-        ends = (self.vocab_size + 2 * self.d_model) * self.d_model  # the head, and the matrix that joins token and state
-        return self.multi_token_layers * ends + self._matmul_parameters(
-            self.multi_token_numbers, lambda experts: experts.per_token
         )
 
     @property
@@ -490,11 +482,18 @@ class ModelSpec(StrictSchema):
         This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention, and without what windows hide. ``multi_token``:
         whether the layers for multi-token prediction are trained.
         """
+        weights, seen = self.count_weights_and_positions_seen(multi_token)
+        return 6.0 * weights + 6.0 * self.attention_width * seen
+
+    def count_weights_and_positions_seen(self, multi_token: bool = False) -> tuple[int, float]:
+        """(``matmul_parameter_count``, ``positions_seen``), with the layers for multi-token prediction if ``multi_token``."""
         weights, seen = self.matmul_parameter_count, self.positions_seen
         if multi_token:
-            weights += self.multi_token_matmul_parameter_count
-            seen += self._count_positions_seen(self.multi_token_numbers)
-        return 6.0 * weights + 6.0 * self.attention_width * seen
+            ends = (self.vocab_size + 2 * self.d_model) * self.d_model  # of each: the head, and the matrix that joins
+            numbers = self.multi_token_numbers
+            weights += len(numbers) * ends + self._matmul_parameters(numbers, lambda experts: experts.per_token)
+            seen += self._count_positions_seen(numbers)
+        return weights, seen
 
     def list_warnings(self) -> list[str]:
         """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""

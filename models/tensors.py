@@ -60,8 +60,8 @@ def list_block_shapes(spec: ModelSpec, number: int) -> dict[str, Shape]:
 def list_multi_token_shapes(spec: ModelSpec, depth: int) -> dict[str, Shape]:
     """The name and shape of each tensor of one layer for multi-token prediction: a layer, whose input is join · [token; state], each after its norm.
 
-    The halves of ``join`` stand in the order of published files, where equation 21 of DeepSeek-V3 (arXiv 2412.19437) has the state first. Embedding and
-    head are those of the model.
+    The halves of ``join`` stand in the order of published files, where equation 21 of DeepSeek-V3 (arXiv 2412.19437) has the state first. Embedding
+    and head are those of the model.
     """
     D = spec.d_model
     before: dict[str, Shape] = {"token_norm": (D,), "state_norm": (D,), "join": (D, 2 * D)}

@@ -178,9 +178,7 @@ def read_weights(folder: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
         )  # fmt: skip
     family = get_family(spec)
     found = {
-        name: tensor
-        for name, tensor in convert_to_native(spec, family, files.read_tensor)
-        if not is_multi_token(name)
+        name: tensor for name, tensor in convert_to_native(spec, family, files.read_tensor) if not is_multi_token(name)
     }
     for mapping in family.list_mappings(spec):
         if mapping.is_copy and not torch.equal(mapping.to_native(files.read_tensor), found[mapping.native]):

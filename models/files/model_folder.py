@@ -245,9 +245,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def check_shapes(
-    spec: ModelSpec, family: Family, shapes: Mapping[str, tuple[int, ...]], where: Path
-) -> list[str]:
+def check_shapes(spec: ModelSpec, family: Family, shapes: Mapping[str, tuple[int, ...]], where: Path) -> list[str]:
     """The names of tensors that are not imported: buffers that follow from the config, a tied model's own head, tensors without elements.
 
     Raises: ModelFilesError that names the first tensor that is missing, unknown or of another shape, and how many are.

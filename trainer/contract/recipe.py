@@ -376,8 +376,8 @@ class Recipe(StrictSchema):
             raise ValueError(
                 Message(
                     "recipe.multi_token_weight",
-                    "multi_token_weight needs layers for multi-token prediction (model.multi_token_layers) that are trained, and the key adapt trains "
-                    "none. Remove the key multi_token_weight",
+                    "multi_token_weight needs layers for multi-token prediction (model.multi_token_layers) that are trained. The key adapt trains "
+                    "none of them. Remove the key multi_token_weight",
                 )
             )
         if self.adapt is None:

@@ -534,8 +534,8 @@ class Decoder(nn.Module):
         return self._compute_logits(self._norm_output(x_BSD))
 
     def multi_token_logits(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
-        """The logits [B, S, V] of each layer for multi-token prediction, for tests and for measuring drafts. ``batch``: ``tokens_BT``, ``targets_BT``,
-        ``positions_BT`` and ``documents_BT`` of a ``Batch``."""
+        """The logits [B, S, V] of each layer for multi-token prediction, for tests and for measuring drafts. ``batch``: ``tokens_BT``,
+        ``targets_BT``, ``positions_BT`` and ``documents_BT`` of a ``Batch``."""
         from trainer.model.multi_token import shift_batch
 
         targets_BT, documents_BT = batch["targets_BT"], batch["documents_BT"]

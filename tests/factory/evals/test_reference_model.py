@@ -246,7 +246,9 @@ HOSTILE_EXPERTS: dict[str, tuple[dict[str, Any], str | tuple[str, dict[str, Any]
     "scaled by no number": ({"routed_scaling_factor": "1.0"}, "routed_scaling_factor"),
     "another norm": ({"use_qk_norm": True},
         ("export_folder.missing_tensors", {"count": 4, "first": "model.layers.0.self_attn.k_norm.weight"})),
-    "predictions": ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    "predictions": ({"num_nextn_predict_layers": 16},
+        ("export_folder.missing_tensors", {"first": "model.layers.10.eh_proj.weight"})),
+    "as many predictions as you like": ({"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers"),
     "half the rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "layers without rope": ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
 }  # fmt: skip

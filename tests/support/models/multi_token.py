@@ -1,7 +1,7 @@
 """Layers for multi-token prediction beside a small model of transformers, from the equations of DeepSeek-V3 (arXiv 2412.19437 §2.2).
 
-A module has its parameters under the names of published files. Its block is transformers' layer. The equations are written for one document at a time,
-with every position named, so that nothing can leak from another document. No code of the trainer is used.
+A module has its parameters under the names of published files. Its block is transformers' layer. The equations are written for one document at a
+time, with every position named, so that nothing can leak from another document. No code of the trainer is used.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PublishedLayers(nn.Module):
         h_TD = model.model(document[None], use_cache=False).last_hidden_state[0]
         logits = []
         for k, layer in enumerate(self.layers, start=1):
-            if T <= k:
+            if k >= T:
                 break
             emb_TD = model.model.embed_tokens(document[k:])
             h_TD = layer.eh_proj(torch.cat([layer.enorm(emb_TD), layer.hnorm(h_TD[: T - k])], dim=-1))
@@ -101,8 +101,8 @@ class PublishedLayers(nn.Module):
         return logits
 
     def compute_losses(self, model: Any, documents: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Of each layer, Σ over the documents of -log P_k(t_i), over the tokens t_i (i from k + 2 on) that carry loss. ``documents``: (tokens, bool: which
-        of them carry loss). Equation 24 without its 1 / T."""
+        """Of each layer, Σ over the documents of -log P_k(t_i), over the tokens t_i (i from k + 2 on) that carry loss. ``documents``: (tokens, bool:
+        which of them carry loss). Equation 24 without its 1 / T."""
         sums = [torch.zeros(()) for _ in self.layers]
         for tokens, carries in documents:
             for k, logits in enumerate(self.compute_logits(model, tokens), start=1):

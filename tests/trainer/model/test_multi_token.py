@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,7 +123,9 @@ def test_loss_and_gradients_of_packed_documents_and_masked_chats_are_those_of_ea
     expected.backward()  # type: ignore[no-untyped-call]
     assert float(added.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     counts = [sum(int(carries[k + 1 :].sum()) for _, carries in documents) for k in range(1, 1 + layers)]
-    assert objective.sums.tolist() == pytest.approx([float(x) for x in (expected.detach(), *(nll.detach() for nll in nlls), *counts)], rel=1e-4)
+    assert objective.sums.tolist() == pytest.approx(
+        [float(x) for x in (expected.detach(), *(nll.detach() for nll in nlls), *counts)], rel=1e-4
+    )
     compare_gradients(subject)
 
 

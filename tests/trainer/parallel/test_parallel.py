@@ -57,7 +57,14 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
         assert mine["tokens"] == other["tokens"] and mine["supervised_tokens"] == other["supervised_tokens"]
         for key in mine:
             if key.startswith(
-                ("grad_norm", "update_ratio", "noise_scale", "activation_max", "attention_logit_max", "multi_token_loss")
+                (
+                    "grad_norm",
+                    "update_ratio",
+                    "noise_scale",
+                    "activation_max",
+                    "attention_logit_max",
+                    "multi_token_loss",
+                )
             ):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
             if key.startswith("router_balance"):  # a token on the edge between two experts may move
