@@ -197,6 +197,9 @@ class ModelSpec(StrictSchema):
     embedding_norm: bool = False  # embedded tokens are normalised before the first layer, without a weight (nanochat)
     embedding_scale: PositiveNumber | None = None  # by which embedded tokens are multiplied; null: 1
     logit_softcap: PositiveNumber | None = None
+    # Layers behind the others, of which number k predicts the token k places after the next one (DeepSeek-V3, arXiv 2412.19437 §2.2). They take no
+    # part in the logits.
+    multi_token_layers: Annotated[int, Field(ge=0, le=16)] = 0
 
     @model_validator(mode="after")
     def _possible(self) -> ModelSpec:
@@ -368,7 +371,7 @@ class ModelSpec(StrictSchema):
 
     # -- a layer -------------------------------------------------------------------------------------------------------
     def layer(self, number: int) -> LayerSpec:
-        """What layer ``number`` is, counted from 0."""
+        """What layer ``number`` is, counted from 0. The layers for multi-token prediction have the numbers from ``layers`` on."""
         window = self.windows[number % len(self.windows)] if self.windows else None
         rope: Literal["none", "main", "window"] = "main"
         if self.position != "rope" or (self.nope_every is not None and (number + 1) % self.nope_every == 0):
@@ -379,6 +382,11 @@ class ModelSpec(StrictSchema):
 
     def is_expert_layer(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def without_multi_token(self) -> ModelSpec:
+        """The part of the model that computes the logits."""
+        return self.model_copy(update={"multi_token_layers": 0})
 
     @property
     def rope_dim(self) -> int:
@@ -404,21 +412,31 @@ class ModelSpec(StrictSchema):
     # -- counts --------------------------------------------------------------------------------------------------------
     @property
     def matmul_parameter_count(self) -> int:
-        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count."""
-        return self._matmul_parameters(lambda experts: experts.per_token)
+        """Number of weights that a position is multiplied with, the output head included. Of the experts, only those that it goes to count. The
+        layers for multi-token prediction do not count."""
+        return self.vocab_size * self.d_model + self._matmul_parameters(
+            range(self.layers), lambda experts: experts.per_token
+        )
+
+    @property
+    def multi_token_numbers(self) -> range:
+        """The numbers of the layers for multi-token prediction, as ``layer`` takes them."""
+        return range(self.layers, self.layers + self.multi_token_layers)
 
     @property
     def parameters(self) -> int:
         """Number of all weights. A tied embedding counts once. Buffers, such as the bias of a router's choice, do not count."""
         halves = {"pre": 2, "post": 2, "sandwich": 4}[self.norms] * self.norm_weights
         a_layer = halves * self.d_model + self._small_attention_parameters
-        total = self._matmul_parameters(lambda experts: experts.count) + self.layers * a_layer
-        total += self.d_model * self.norm_weights  # of the final norm
-        dense = self.layers if self.experts is None else self.experts.dense_layers
+        every = range(self.layers + self.multi_token_layers)
+        total = self.vocab_size * self.d_model + self._matmul_parameters(every, lambda experts: experts.count)
+        total += len(every) * a_layer + self.d_model * self.norm_weights  # the latter: of the final norm
+        total += self.multi_token_layers * (2 * self.d_model + 3) * self.d_model  # ``list_multi_token_shapes``
+        dense = len(every) if self.experts is None else self.experts.dense_layers
         total += dense * ((2 if self.gated else 1) * self.d_ff + self.d_model) * self.mlp_bias
         if self.experts is not None and self.experts.bias:
             e = self.experts
-            total += (self.layers - dense) * e.count * (1 + 2 * e.d_ff + self.d_model)
+            total += (len(every) - dense) * e.count * (1 + 2 * e.d_ff + self.d_model)
         return total + (0 if self.tied else self.vocab_size * self.d_model)
 
     @property
@@ -455,9 +473,9 @@ class ModelSpec(StrictSchema):
         """Width of attention for FLOPs: the mean of the widths of all keys and of all values."""
         return self.heads * (self.head_dim + self.v_head_dim) / 2
 
-    def _matmul_parameters(self, routed: Callable[[ExpertsSpec], int]) -> int:
-        total = self.vocab_size * self.d_model
-        for layer in range(self.layers):
+    def _matmul_parameters(self, layers: range, routed: Callable[[ExpertsSpec], int]) -> int:
+        total = 0
+        for layer in layers:
             total += self.attention_parameters_per_layer
             if self.experts is None or not self.is_expert_layer(layer):
                 total += self.mlp_matrices * self.d_model * self.d_ff
@@ -472,18 +490,33 @@ class ModelSpec(StrictSchema):
 
         With a window w < T a position sees w - w² / 2T others in the mean, because the first w positions see fewer.
         """
+        return self._count_positions_seen(range(self.layers))
+
+    def _count_positions_seen(self, layers: range) -> float:
         seen = 0.0
-        for number in range(self.layers):
+        for number in layers:
             window = min(self.context, self.layer(number).window or self.context)
             seen += window * (2 - window / self.context)
         return seen
 
-    def count_flops_per_token(self) -> float:
+    def count_flops_per_token(self, multi_token: bool = False) -> float:
         """FLOPs of one token, forward and backward: 6 N + 6 L H K T. A multiplication and an addition count as two FLOPs.
 
-        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention, and without what windows hide.
+        This is PaLM's formula (arXiv 2204.02311, appendix B) without the masked half of attention, and without what windows hide. ``multi_token``:
+        whether the layers for multi-token prediction are trained.
         """
-        return 6.0 * self.matmul_parameter_count + 6.0 * self.attention_width * self.positions_seen
+        weights, seen = self.count_weights_and_positions_seen(multi_token)
+        return 6.0 * weights + 6.0 * self.attention_width * seen
+
+    def count_weights_and_positions_seen(self, multi_token: bool = False) -> tuple[int, float]:
+        """(``matmul_parameter_count``, ``positions_seen``), with the layers for multi-token prediction if ``multi_token``."""
+        weights, seen = self.matmul_parameter_count, self.positions_seen
+        if multi_token:
+            ends = (self.vocab_size + 2 * self.d_model) * self.d_model  # of each: the head, and the matrix that joins
+            numbers = self.multi_token_numbers
+            weights += len(numbers) * ends + self._matmul_parameters(numbers, lambda experts: experts.per_token)
+            seen += self._count_positions_seen(numbers)
+        return weights, seen
 
     def list_warnings(self) -> list[str]:
         """Warnings about settings that cost and do not help, one line each: sizes that matrix units pad, a router without a gradient."""

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from models.spec import ExpertsSpec, ModelSpec
 
 Shape = tuple[int, ...]
+MULTI_TOKEN = "multi_token"  # how the names of the tensors of ``multi_token_layers`` begin
 BUFFERS = ("router_bias",)  # held by a checkpoint, but not changed by the optimiser
 
 
@@ -28,6 +29,8 @@ def list_tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
         found["final_norm"] = (spec.d_model,)
     if not spec.tied:
         found["head"] = (spec.vocab_size, spec.d_model)
+    for depth in range(spec.multi_token_layers):
+        found |= {f"{MULTI_TOKEN}.{depth}.{key}": shape for key, shape in list_multi_token_shapes(spec, depth).items()}
     return found
 
 
@@ -65,6 +68,22 @@ def _block(spec: ModelSpec, number: int) -> dict[str, Shape]:
     if after:
         found["mlp_post_norm"] = (D,)
     return found
+
+
+def list_multi_token_shapes(spec: ModelSpec, depth: int) -> dict[str, Shape]:
+    """The name and shape of each tensor of one layer for multi-token prediction: a layer, whose input is join · [token; state], each after its norm.
+
+    The halves of ``join`` stand in the order of published files, where equation 21 of DeepSeek-V3 (arXiv 2412.19437) has the state first. Embedding
+    and head are those of the model.
+    """
+    D = spec.d_model
+    before: dict[str, Shape] = {"token_norm": (D,), "state_norm": (D,), "join": (D, 2 * D)}
+    return before | list_block_shapes(spec, spec.layers + depth) | {"output_norm": (D,)}
+
+
+def is_multi_token(name: str) -> bool:
+    """True if a tensor with this name belongs to a layer for multi-token prediction, which takes no part in the logits."""
+    return name.startswith(f"{MULTI_TOKEN}.")
 
 
 def _attention(spec: ModelSpec) -> dict[str, Shape]:

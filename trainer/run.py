@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from trainer.contract.errors import CheckpointError
 from trainer.contract.lora import is_lora_tensor
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.contract.recipe import is_trained
+from trainer.contract.recipe import is_trained, list_frozen
 from trainer.cuda_graphs import CudaGraphCapture, GraphCapture, GraphReplayer, decide_use_of_graphs
 from trainer.frozen_weights import compute_crc, describe_unchanged, iterate_weights, open_weights, read_adapt_recipe
 from trainer.model.transformer import Decoder
@@ -40,18 +40,21 @@ from trainer.optim.schedule import compute_lr_share
 from trainer.parallel.ranks import Ranks, get_local_part, is_first_rank_with_part
 from trainer.parallel.replicas import find_differing_tensors
 
+if TYPE_CHECKING:
+    from trainer.model.multi_token import MultiTokenObjective
+
 
 class BatchSums:
     """Sums over the rows of a batch. They are views of one fp32 tensor on the device, so that a single all-reduce sums them over the ranks."""
 
-    def __init__(self, all: Tensor) -> None:
-        """``all``: [loss, nll by domain…, supervised tokens by domain…, supervised tokens of the first half]."""
-        domains = (len(all) - 2) // 2
+    def __init__(self, all: Tensor, domains: int) -> None:
+        """``all``: [loss, nll by domain…, supervised tokens by domain…, supervised tokens of the first half, ``MultiTokenObjective.sums``…]."""
         self.all = all
         self.loss = all[0]  # auxiliary losses included
         self.nll_D = all[1 : 1 + domains]
-        self.supervised_D = all[1 + domains : -1]
-        self.supervised_in_half = all[-1]  # 0 unless the monitor keeps the first half's gradients
+        self.supervised_D = all[1 + domains : 1 + 2 * domains]
+        self.supervised_in_half = all[1 + 2 * domains]  # 0 unless the monitor keeps the first half's gradients
+        self.multi_token = all[2 + 2 * domains :]  # empty unless layers for multi-token prediction are trained
 
     def list_sums_by_name(self) -> dict[str, Tensor]:
         return {name: view for name, view in vars(self).items() if name != "all"}
@@ -68,6 +71,25 @@ class LaunchedStep:
     state_after: dict[str, Any]
     lr: float
     numbers: list[dict[str, Tensor]]  # the step's own, and those of each hook
+
+
+def make_multi_token_fields(sums: list[float]) -> dict[str, float]:
+    """The fields of a step's record about multi-token prediction, from ``MultiTokenObjective.sums``: ``multi_token_loss``, the mean over the layers
+    of their losses, and with several layers also ``multi_token_loss/1`` and so on. A layer without targets has no loss.
+
+    >>> make_multi_token_fields([0.3, 6.0, 8.0, 2.0, 2.0])
+    {'multi_token_loss': 3.5, 'multi_token_loss/1': 3.0, 'multi_token_loss/2': 4.0}
+    """
+    depths = len(sums) // 2
+    nlls, counts = sums[1 : 1 + depths], sums[1 + depths :]
+    found = {
+        f"multi_token_loss/{depth}": nll / count
+        for depth, (nll, count) in enumerate(zip(nlls, counts, strict=True), start=1)
+        if count
+    }
+    if not found:
+        return {}
+    return {"multi_token_loss": sum(found.values()) / len(found)} | (found if depths > 1 else {})
 
 
 class SegmentRun:
@@ -88,12 +110,12 @@ class SegmentRun:
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             share = recipe.stability.embedding_grad_share
             self.model = Decoder(
-                recipe.model, ops, dtype, ranks.tensor, share, recipe.adapt, recipe.freeze, frozen_dtype
+                recipe.model, ops, dtype, ranks.tensor, share, recipe.adapt, recipe.frozen, frozen_dtype
             )
         if ranks.mesh is not None:
             from trainer.parallel.fsdp_sharding import shard_parameters
 
-            shard_parameters(self.model, self.model.blocks, ranks, dtype)
+            shard_parameters(self.model, self.model.every_block, ranks, dtype)
             self.model.to_empty(device=ranks.device)
         self.model.place_constants(ranks.device)
         self.parameters = dict(self.model.named_parameters())  # trained or not
@@ -134,9 +156,15 @@ class SegmentRun:
         self.step = self.order.step
         self.sampler = self.order.state_dict()
         self.launched: list[LaunchedStep] = []  # steps whose numbers are not read yet
-        self.sums = BatchSums(
-            torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device)
-        )  # of the step under way
+        domains, depths = len(self.order.domains), recipe.trained_multi_token_layers
+        self.sums = BatchSums(  # of the step under way
+            torch.zeros(2 + 2 * domains + (1 + 2 * depths if depths else 0), device=ranks.device), domains
+        )
+        self.objective: MultiTokenObjective | None = None
+        if depths:
+            from trainer.model.multi_token import MultiTokenObjective
+
+            self.objective = MultiTokenObjective(recipe.multi_token_weight, self.sums.multi_token)
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
         self.graphs: GraphReplayer[LayerInputs] | None = None
         if ranks.mesh is None and ranks.device.type == "cpu":
@@ -221,7 +249,8 @@ class SegmentRun:
             "kind": self.spec.kind,
             "tokens": self.counters["tokens"],
             "supervised_tokens": self.counters["supervised_tokens"],
-            **({"loss": loss, "z_loss": total - loss} if counted else {}),
+            **({"loss": loss, "z_loss": total - loss - sum(own["multi_token"][:1])} if counted else {}),
+            **make_multi_token_fields(own["multi_token"]),
             **{f"loss/{name}": nll / count for name, nll, count in by_domain if count},
             "grad_norm": grad_norm,
         }
@@ -240,7 +269,7 @@ class SegmentRun:
         self.ranks.sum_over_ranks_in_place(message)
         summed, squares_P, stop, of_ranks = message.split((len(sums.all), len(squares_P), 1, by_rank.numel()))
         self.signals.by_rank = of_ranks.view_as(by_rank)
-        return BatchSums(summed), squares_P, stop
+        return BatchSums(summed, len(self.order.domains)), squares_P, stop
 
     def _backward(self, batch: Batch) -> tuple[BatchSums, Tensor | None]:
         """Compute the gradients of this rank's rows. Returns (sums over its rows, its tokens at each expert [expert layers, experts] or None)."""
@@ -272,7 +301,11 @@ class SegmentRun:
         domains_BS = part_of(part.pop("domains_BT"))
         z_loss = self.recipe.stability.z_loss
         loss, nll_BS, load = self.model.loss(
-            **part, z_loss=z_loss, router_z_share=router_z_share, balance_share=balance_share
+            **part,
+            z_loss=z_loss,
+            router_z_share=router_z_share,
+            balance_share=balance_share,
+            objective=self.objective,
         )
         loss.backward()  # type: ignore[no-untyped-call]
         carries_N = part_of(part["weights_BT"]).flatten() > 0
@@ -312,7 +345,7 @@ class SegmentRun:
 
         self.ranks.sum_over_ranks_in_place(load)
         biases = [
-            (is_trained(name, self.recipe.adapt, self.recipe.freeze), bias) for name, bias in self.model.named_buffers()
+            (is_trained(name, self.recipe.adapt, self.recipe.frozen), bias) for name, bias in self.model.named_buffers()
         ]
         for (trained, bias_E), load_E in zip(biases, load):
             if trained:
@@ -432,7 +465,8 @@ class SegmentRun:
             self.model.initialise_lora(self.recipe.seed, model)
         if state["kind"] == checkpoints.IMPORT:
             return state  # weights only: optimiser, hooks, counters and random state stay those of a first step
-        was_trained = lambda name: is_trained(name, before.get("adapt"), before.get("freeze", []))
+        frozen = list_frozen(before.get("freeze", []), before.get("multi_token_weight", 0.0))
+        was_trained = lambda name: is_trained(name, before.get("adapt"), frozen)
         changed = adapted != self.recipe.adapt
         untrained = {name for name in self.optimizer.parameters if changed or not was_trained(name)}
         held = {key: region for key, region in regions.items() if key.partition(".")[2] not in untrained}

@@ -115,10 +115,10 @@ def plan_continuing(
     from factory.training.gguf_source import is_gguf, open_gguf_config
     from trainer.contract.plan.continuing import find_fit, list_training_ways
     from trainer.contract.plan.hf_config import read_config
-    from trainer.contract.plan.weight_files import compare_weights
+    from trainer.contract.plan.weight_files import compare_weights, drop_absent_layers
 
     with open_gguf_config(source) if is_gguf(source) else nullcontext(source) as folder:
-        public = read_config(folder, context)
+        public = drop_absent_layers(read_config(folder, context), source)
     files = compare_weights(public, source) if source.is_dir() else None
     ways = list_training_ways(public.spec, rank, frozen, targets)
     fits = [find_fit(public.spec, way, place, public.longest_context) for place in devices for way in ways]

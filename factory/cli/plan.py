@@ -164,6 +164,7 @@ def plan(
                 itemsize=2 if rounded else 4,
                 fp8=fp8 or asked.precision == "fp8" and shape.experts is None,  # routed experts multiply in bf16
                 replicas=asked.parallel.replicas,
+                multi_token=bool(asked.trained_multi_token_layers),
             )
         if wanted < count_active_parameters(ask.model) and not continued:
             raise InputError(

@@ -23,6 +23,7 @@ from models.adapters.family import Family
 from models.files.model_folder import ONE_FILE, read_tensor_headers
 from models.files.safetensors_file import TORCH_NAMES, StoredTensor, read_tensor
 from models.spec import ModelSpec
+from models.tensors import is_multi_token
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
 # Keys that make transformers or vLLM run code from the folder or download code.
@@ -30,8 +31,6 @@ CODE_KEYS = (
     "auto_map", "custom_pipelines", "quantization_config", "trust_remote_code", "attn_implementation", "_attn_implementation",
     "experts_implementation", "_experts_implementation",
 )  # fmt: skip
-# The number of layers for multi-token prediction. An import leaves such layers out, and an export has no tensors for them.
-PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 FLOATS = {"F32", "BF16", "F16"}
 
 
@@ -77,8 +76,6 @@ def parse_config(data: Mapping[str, Any], where: Path | str) -> ModelSpec:
         reader = ConfigReader(data, where)
         if data.get("architectures") is None:  # without it, vLLM finds no class
             raise reader.missing("architectures")
-        for key in PREDICTION_KEYS:
-            reader.only(key, 0)
         return family.read_config(data, where)
     except ModelFilesError as error:
         raise ExportError(error.message) from error
@@ -166,19 +163,34 @@ def _name_unreadable_file(path: Path) -> Iterator[None]:
 
 
 def read_weights(folder: Path, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return all weights as fp32, by their native names (``models.tensors``). Each is converted as it is read.
+    """Return the weights that compute the logits as fp32, by their native names (``models.tensors``). Each is converted as it is read. Layers for
+    multi-token prediction are read too, but not returned.
 
-    Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError.
+    Raises: ExportError for a tensor that is missing, extra, of another shape or not finite, or a copy that differs; NoMemoryError.
     """
     files = ExportWeights(folder)
     files.check_tensors(spec)
-    needed, available = 4 * spec.parameters, psutil.virtual_memory().available
+    needed, available = 4 * spec.without_multi_token.parameters, psutil.virtual_memory().available
     if needed > available // 2:
         raise NoMemoryError(
             "export_folder.no_memory", "{folder}: the weights need {needed:,} MiB of memory, more than half of the free {free:,} MiB",
             folder=folder, needed=needed >> 20, free=available >> 20,
         )  # fmt: skip
-    return dict(convert_to_native(spec, get_family(spec), files.read_tensor))
+    family = get_family(spec)
+    found = {
+        name: tensor for name, tensor in convert_to_native(spec, family, files.read_tensor) if not is_multi_token(name)
+    }
+    for mapping in family.list_mappings(spec):
+        if mapping.is_copy and any(
+            not torch.equal(tensor, found[name]) for name, tensor in mapping.to_native(files.read_tensor)
+        ):
+            raise ExportError(
+                "export_folder.other_copy",
+                "{file}: tensor {tensor} differs from the model's own, of which it must be a copy",
+                file=files.tensors[mapping.theirs[0]].file,
+                tensor=mapping.theirs[0],
+            )
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -117,13 +117,15 @@ def find_family_for_export(spec: ModelSpec) -> Family:
 def convert_to_native(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each native tensor by name, one at a time. ``read`` returns a tensor of the files by its name."""
     for mapping in family.list_mappings(spec):
-        yield from mapping.to_native(read)
+        if not mapping.is_copy:
+            yield from mapping.to_native(read)
 
 
 def convert_to_files(spec: ModelSpec, family: Family, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the family's files by name, one native tensor at a time. ``read`` returns a native tensor by its name.
 
-    A tensor that only the files have (``Family.as_stored``) is made: a head of its own is the embedding, and a shared expert is zeros.
+    A tensor that only the files have (``Family.as_stored``) is made: a head of its own is the embedding, and a shared expert is zeros. Copies are
+    written too.
     """
     stored = family.as_stored(spec)
     held, shapes = list_tensor_shapes(spec), list_tensor_shapes(stored)

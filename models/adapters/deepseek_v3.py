@@ -19,7 +19,7 @@ from models.adapters.family import (
     require_silu,
     write_common,
 )
-from models.adapters.glm4_moe import OF_PREDICTION, as_stored, count_extra_layers, read_experts, write_experts
+from models.adapters.glm4_moe import as_stored, read_experts, read_multi_token_layers, write_experts
 from models.spec import ModelSpec, RopeScaling
 
 EPS = 1e-6  # of the norms of compressed queries, keys and values, whatever the file says
@@ -57,6 +57,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
         "head_dim": head_dim,
         "latent": latent,
         "experts": read_experts(reader),
+        "multi_token_layers": read_multi_token_layers(reader),
     }
 
 
@@ -89,7 +90,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
             "qk_nope_head_dim": latent.nope_head_dim,
             "qk_rope_head_dim": latent.rope_head_dim,
             "v_head_dim": latent.v_head_dim,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": spec.multi_token_layers,
         }
     )
 
@@ -140,6 +141,5 @@ FAMILY = Family(
     names=names,
     order_rows=order_rows,
     as_stored=as_stored,
-    idle=(*OF_PREDICTION, "aux_loss_alpha", "seq_aux", "ep_size"),
-    count_extra_layers=count_extra_layers,
+    idle=("aux_loss_alpha", "seq_aux", "ep_size"),
 )

@@ -7,7 +7,7 @@ names and keys: ``read_common``, ``write_common`` and ``NAMES`` hold these, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kernels.contract.strict import parse
 from models.adapters.config_reader import ConfigReader, ModelFilesError, read_with
 from models.adapters.tensor_mapping import Join, OneNative, OneOfTheirs, TensorMapping
 from models.spec import ExpertsSpec, ModelSpec, RopeScaling
-from models.tensors import Shape, list_tensor_shapes
+from models.tensors import MULTI_TOKEN, Shape, list_tensor_shapes
 
 # native key of a layer → its name below ``model.layers.N.``; ``{}`` stands for the number of an expert
 NAMES: Mapping[str, str] = {
@@ -48,6 +48,13 @@ NAMES: Mapping[str, str] = {
     "shared_up": "mlp.shared_experts.up_proj.weight",
     "shared_down": "mlp.shared_experts.down_proj.weight",
 }
+# what a layer for multi-token prediction has more, as DeepSeek-V3's and GLM-4.5's files name it
+NAMES_OF_MULTI_TOKEN: Mapping[str, str] = {
+    "token_norm": "enorm.weight",
+    "state_norm": "hnorm.weight",
+    "join": "eh_proj.weight",
+    "output_norm": "shared_head.norm.weight",
+}
 MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors with names of their own
 # keys of a model's training. They are in no config.json
 OF_TRAINING = ("context", "max_positions", "across_documents", "base_d_model", "family")
@@ -68,9 +75,6 @@ class Family:
     # The same function in the form that the family's files hold: for example with a head of its own, if the class cannot tie it.
     as_stored: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
     idle: Collection[str] = ()  # further keys that change nothing
-    # Of a config.json: how many layers for multi-token prediction follow the others in its files. They serve speculative decoding and take no
-    # part in the model's logits. They are not imported, and an export has none.
-    count_extra_layers: Callable[[Mapping[str, Any]], int] = lambda config: 0
 
     def read_config(self, config: Mapping[str, Any], where: Path | str, context: int | None = None) -> ModelSpec:
         """The description of a parsed config.json. ``context``: positions in a row; None: as many as the file allows.
@@ -86,11 +90,12 @@ class Family:
         if context is not None:
             values["context"] = context
         spec = parse(ModelSpec, values, str(where), ModelFilesError)
-        if spec.experts is not None and spec.layers * spec.experts.count > MOST_EXPERTS:
+        layers = spec.layers + spec.multi_token_layers
+        if spec.experts is not None and layers * spec.experts.count > MOST_EXPERTS:
             raise ModelFilesError(
                 "models.too_many_experts", "{file}: {layers:,} layers with {experts:,} experts each have {total:,} experts in total. At most "
                                            "{limit:,} are allowed",
-                file=where, layers=spec.layers, experts=spec.experts.count, total=spec.layers * spec.experts.count, limit=MOST_EXPERTS,
+                file=where, layers=layers, experts=spec.experts.count, total=layers * spec.experts.count, limit=MOST_EXPERTS,
             )  # fmt: skip
         return spec
 
@@ -114,19 +119,18 @@ class Family:
             if getattr(wanted, key) != getattr(found, key)
         }
 
-    def is_left_out(self, name: str, spec: ModelSpec, config: Mapping[str, Any]) -> bool:
-        """True if a tensor of the files belongs to a layer that is not imported (``count_extra_layers``).
+    def fit_to_tensors(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
+        """The description without layers for multi-token prediction, if the files (tensors ``names``) have none. transformers' classes drop these
+        layers, but its config.json still counts them.
 
         >>> from models.adapters import FAMILIES
-        >>> spec = ModelSpec(vocab_size=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, context=128)
-        >>> is_left_out = FAMILIES["glm4_moe"].is_left_out
-        >>> [is_left_out(f"model.layers.{n}.eh_proj.weight", spec, {"num_nextn_predict_layers": 1}) for n in range(4)]
-        [False, False, True, False]
+        >>> spec = ModelSpec(vocab_size=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, context=128, multi_token_layers=1)
+        >>> fit = FAMILIES["glm4_moe"].fit_to_tensors
+        >>> [fit(spec, [f"model.layers.{n}.eh_proj.weight"]).multi_token_layers for n in range(4)]
+        [0, 0, 1, 0]
         """
-        first, second, number, *_ = *name.split("."), "", "", ""
-        if (first, second) != ("model", "layers") or not number.isdecimal():
-            return False
-        return spec.layers <= int(number) < spec.layers + self.count_extra_layers(config)
+        begins = tuple(f"model.layers.{number}." for number in spec.multi_token_numbers)
+        return spec if any(name.startswith(begins) for name in names) else spec.without_multi_token
 
     def list_mappings(self, spec: ModelSpec) -> list[TensorMapping]:
         """Each tensor of the files. ``spec`` is as the files hold it (``as_stored``)."""
@@ -140,14 +144,21 @@ class Family:
                 found.append(self._join(spec, joins[key], name, shapes))
             elif key not in others:
                 found.append(self._mapping(spec, name, shape))
+        copied = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "embedding" if spec.tied else "head"}
+        for number in spec.multi_token_numbers:
+            for theirs, native in copied.items():
+                found.append(OneNative(native, (f"model.layers.{number}.{theirs}",), shapes[native], is_copy=True))
         return found
 
     def _mapping(self, spec: ModelSpec, name: str, shape: Shape) -> OneNative:
         ends = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
         if name in ends:
             return OneNative(name, (ends[name],), shape)
-        _, layer, key = name.split(".")
-        theirs = f"model.layers.{layer}.{self.names(spec)[key]}"
+        section, layer, key = name.split(".")
+        if section == MULTI_TOKEN:
+            theirs = f"model.layers.{spec.layers + int(layer)}.{({**self.names(spec), **NAMES_OF_MULTI_TOKEN})[key]}"
+        else:
+            theirs = f"model.layers.{layer}.{self.names(spec)[key]}"
         if "{}" in theirs:
             return OneNative(name, tuple(theirs.format(number) for number in range(shape[0])), shape[1:])
         return OneNative(name, (theirs,), shape, self.order_rows(spec, key))

@@ -5,7 +5,6 @@ A separate file, because each family has its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from models.adapters.config_reader import ConfigReader
@@ -29,13 +28,13 @@ def read(reader: ConfigReader) -> dict[str, Any]:
         "qk_norm": reader.truth("use_qk_norm", False),
         "qkv_bias": reader.truth("attention_bias", False),
         "experts": read_experts(reader),
+        "multi_token_layers": read_multi_token_layers(reader),
     }
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
     """The experts as DeepSeek-V3 and GLM-4.5 name them."""
     reader.only("output_router_logits", False)
-    count_extra_layers(reader.config)
     return {
         "count": reader.whole("n_routed_experts", 2, 4096),
         "per_token": reader.whole("num_experts_per_tok", 1, 4096),
@@ -49,9 +48,8 @@ def read_experts(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def count_extra_layers(config: Mapping[str, Any]) -> int:
-    """How many layers for multi-token prediction the files of GLM-4.5 and DeepSeek-V3 have behind the others. A missing key is one."""
-    reader = ConfigReader(config, "config.json")
+def read_multi_token_layers(reader: ConfigReader) -> int:
+    """How many layers for multi-token prediction GLM-4.5 and DeepSeek-V3 have behind the others. A missing key is one."""
     return reader.whole("num_nextn_predict_layers", 0, 16, reader.whole("num_mtp_layers", 0, 16, 1))
 
 
@@ -60,7 +58,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     return write_common(spec) | {
         "attention_bias": spec.qkv_bias,
         "use_qk_norm": spec.qk_norm,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.multi_token_layers,
         "partial_rotary_factor": spec.rope_share,
         "rope_parameters": write_common(spec)["rope_parameters"] | {"partial_rotary_factor": spec.rope_share},
         **(write_experts(experts) if experts else {}),
@@ -102,7 +100,6 @@ def order_rows(spec: ModelSpec, key: str) -> tuple[int, ...] | None:
     return list_partial_rope_rows(heads[key], spec.head_dim, spec.rope_dim) if key in heads else None
 
 
-OF_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -110,6 +107,4 @@ FAMILY = Family(
     write,
     order_rows=order_rows,
     as_stored=as_stored,
-    idle=OF_PREDICTION,
-    count_extra_layers=count_extra_layers,
 )

@@ -23,6 +23,10 @@ class TensorMapping(Protocol):
     def shape(self) -> Shape:
         """Of each of ``theirs``."""
 
+    @property
+    def is_copy(self) -> bool:
+        """Another mapping has the same native tensor, and the files may lack this one."""
+
     def to_native(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The native tensors by name. ``read`` returns a tensor of the files by its name. Memory holds one tensor more than the result."""
 
@@ -41,6 +45,7 @@ class OneNative:
     theirs: tuple[str, ...]
     shape: Shape  # of each of ``theirs``
     rows: tuple[int, ...] | None = None
+    is_copy: bool = False
 
     @property
     def natives(self) -> tuple[str, ...]:
@@ -91,6 +96,10 @@ class OneOfTheirs:
     theirs: tuple[str, ...]
     shapes: tuple[Shape, ...]  # native, of biases of experts [expert, out]
     rows: tuple[tuple[int, ...] | None, ...]  # of each part, as in ``OneNative``
+
+    @property
+    def is_copy(self) -> bool:
+        return False
 
     @property
     def shape(self) -> Shape:

@@ -3,7 +3,7 @@
     source = open_model_folder(Path("SmolLM2-135M"))
     for name, tensor in source.iterate_native():   # fp32, by the names of ``models.tensors``
         ...
-    source.left_out                                # tensors of the files that take no part in the model's logits
+    source.left_out                                # tensors of the files that hold nothing of the model
 
 The files are untrusted. Nothing in a folder is run, and no path in it is followed out of it.
 """
@@ -67,10 +67,11 @@ def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
     """
     config = read_model_config(folder)
     family = find_family_for_config(config, folder / "config.json")
-    spec = family.read_config(config, folder / "config.json", context)
+    described = family.read_config(config, folder / "config.json", context)
     tensors = read_tensor_headers(folder)
+    spec = family.fit_to_tensors(described, tensors)
     for name, one in tensors.items():
-        if one.dtype not in WEIGHTS and not family.is_left_out(name, spec, config):
+        if one.dtype not in WEIGHTS:
             raise ModelFilesError(
                 "models.stored_dtype",
                 "{file}: tensor {tensor} has dtype {dtype}. Use a copy of the model whose weights are {allowed}",
@@ -79,10 +80,11 @@ def open_model_folder(folder: Path, context: int | None = None) -> ModelSource:
                 dtype=one.dtype,
                 allowed=list(WEIGHTS),
             )
-    left_out = check_shapes(spec, family, config, {name: one.shape for name, one in tensors.items()}, folder)
+    left_out = check_shapes(spec, family, {name: one.shape for name, one in tensors.items()}, folder)
     used = {name: one for name, one in tensors.items() if name not in left_out}
     if spec.tied and "lm_head.weight" in left_out:
         _require_equal_head(tensors)
+    _require_equal_copies(spec, family, tensors)
     return ModelSource(
         folder,
         config,
@@ -243,15 +245,13 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def check_shapes(
-    spec: ModelSpec, family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path
-) -> list[str]:
-    """The names of tensors that are not imported: layers for multi-token prediction, buffers that follow from the config, a tied model's own head,
-    tensors without elements.
+def check_shapes(spec: ModelSpec, family: Family, shapes: Mapping[str, tuple[int, ...]], where: Path) -> list[str]:
+    """The names of tensors that are not imported: buffers that follow from the config, a tied model's own head, tensors without elements.
 
     Raises: ModelFilesError that names the first tensor that is missing, unknown or of another shape, and how many are.
     """
-    wanted = {name: one.shape for one in family.list_mappings(spec) for name in one.theirs}
+    mappings = family.list_mappings(spec)
+    wanted = {name: one.shape for one in mappings for name in one.theirs if not one.is_copy or name in shapes}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise ModelFilesError(
@@ -279,8 +279,7 @@ def check_shapes(
         name
         for name in left_out
         if not (
-            family.is_left_out(name, spec, config)
-            or name.endswith(".rotary_emb.inv_freq")  # a buffer of old versions of transformers
+            name.endswith(".rotary_emb.inv_freq")  # a buffer of old versions of transformers
             or 0 in shapes[name]  # transformers writes some for a model without shared experts
             or (spec.tied and name == "lm_head.weight" and shapes[name] == (spec.vocab_size, spec.d_model))
         )
@@ -308,3 +307,25 @@ def _require_equal_head(tensors: Mapping[str, StoredTensor]) -> None:
             file=tensors["lm_head.weight"].file,
             count=differing,
         )
+
+
+def _require_equal_copies(spec: ModelSpec, family: Family, tensors: Mapping[str, StoredTensor]) -> None:
+    """The layers for multi-token prediction share embedding and head with the model, so a copy of their own must hold the same values."""
+    mappings = family.list_mappings(spec)
+    named = {one.natives[0]: one.theirs[0] for one in mappings if not one.is_copy}
+    for one in mappings:
+        name, whole = one.theirs[0], named[one.natives[0]]
+        if not one.is_copy or name not in tensors:
+            continue
+        differing = int((read_tensor(name, tensors[name]) != read_tensor(whole, tensors[whole])).sum())
+        if differing:
+            raise ModelFilesError(
+                "models.other_copy",
+                "{file}: {count:,|value|values} of {copy} differ from {whole}. The layers for multi-token prediction must share embedding and head "
+                "with the model. To import the model without these layers, write 'num_nextn_predict_layers: 0' into config.json and remove their "
+                "tensors",
+                file=tensors[name].file,
+                count=differing,
+                copy=name,
+                whole=whole,
+            )

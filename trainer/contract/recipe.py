@@ -19,7 +19,7 @@ from kernels.contract.strict_yaml import read_yaml
 from models.adapters import find_family_for_export
 from models.adapters.config_reader import ModelFilesError
 from models.spec import GROUPED_MULTIPLE, Acceptable, ModelSpec
-from models.tensors import BUFFERS, list_tensor_shapes, matches_pattern
+from models.tensors import BUFFERS, MULTI_TOKEN, list_tensor_shapes, matches_pattern
 from trainer.contract.errors import RecipeError
 from trainer.contract.lora import AdaptRecipe, is_lora_tensor, refuse_impossible_targets
 
@@ -37,6 +37,7 @@ LATER: dict[str, Any] = {
     "export_dtypes": {},
     "export_shard_bytes": 50_000_000_000,
     "freeze": [],
+    "multi_token_weight": 0.0,
     "stability.read_every": 1,
 }
 
@@ -317,6 +318,11 @@ def is_trained(name: str, adapt: object, freeze: Iterable[str]) -> bool:
     return is_lora_tensor(name) if adapt else not any(matches_pattern(name, pattern) for pattern in freeze)
 
 
+def list_frozen(freeze: Iterable[str], multi_token_weight: float) -> list[str]:
+    """The patterns of all tensors that a recipe with these values does not train: layers for multi-token prediction without a weight are frozen."""
+    return [*freeze, *([] if multi_token_weight else [MULTI_TOKEN])]
+
+
 class Recipe(StrictSchema):
     """All settings of a run. Recipe, data, code and first checkpoint together determine the run."""
 
@@ -352,6 +358,9 @@ class Recipe(StrictSchema):
     adapt: AdaptRecipe | None = None  # train LoRA's matrices in place of the weights; null: train the weights
     # Weights that are not trained: embedding, blocks.3, blocks.0-11, "blocks.*.q" and so on (``models.tensors.matches_pattern``).
     freeze: list[str] = []
+    # Of the layers for multi-token prediction (``model.multi_token_layers``): the share of their mean loss that is added to the loss. DeepSeek-V3
+    # (arXiv 2412.19437 §4.2) had 0.3, and 0.1 in the last third of its tokens. 0: the layers are carried along unchanged, and cost no time.
+    multi_token_weight: Annotated[float, Field(ge=0, le=10)] = 0.0
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
@@ -376,8 +385,16 @@ class Recipe(StrictSchema):
                     Message("recipe.freezes_nothing", "freeze: no tensor is named {pattern}. Tensors are named like {names}",
                         pattern=pattern, names=names[:3])
                 )  # fmt: skip
+        if self.multi_token_weight and (not self.model.multi_token_layers or self.adapt is not None):
+            raise ValueError(
+                Message(
+                    "recipe.multi_token_weight",
+                    "multi_token_weight needs layers for multi-token prediction (model.multi_token_layers) that are trained. The key adapt trains "
+                    "none of them. Remove the key multi_token_weight",
+                )
+            )
         if self.adapt is None:
-            if not any(is_trained(name, None, self.freeze) for name in names):
+            if not any(is_trained(name, None, self.frozen) for name in names):
                 raise ValueError(Message("recipe.all_frozen", "freeze names every tensor, so nothing would be trained"))
             return self
         refuse_impossible_targets(self.model, self.adapt)
@@ -471,6 +488,16 @@ class Recipe(StrictSchema):
     def parse(cls, raw: object, where: str = "recipe") -> Recipe:
         """The recipe in parsed YAML or JSON. Raises: RecipeError that names ``where`` and the key."""
         return parse(cls, raw, where, RecipeError)
+
+    @property
+    def frozen(self) -> list[str]:
+        """The patterns of all tensors that are not trained, if ``adapt`` is null."""
+        return list_frozen(self.freeze, self.multi_token_weight)
+
+    @property
+    def trained_multi_token_layers(self) -> int:
+        """How many layers for multi-token prediction are computed and trained."""
+        return self.model.multi_token_layers if self.multi_token_weight else 0
 
     @property
     def sha256(self) -> str:

@@ -34,6 +34,9 @@ from trainer.model.lora import choose_change, set_dora_lengths
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
+if TYPE_CHECKING:
+    from trainer.model.multi_token import MultiTokenObjective, ShiftedBatch
+
 # The outputs of these matrices, and these vectors, are heads or hidden units.
 SPLIT_BY_ROWS = (
     "q", "k", "v", "q_bias", "k_bias", "v_bias", "kv_up", "sinks", "gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up",
@@ -115,6 +118,20 @@ NORM_PLACEMENTS: Mapping[str, NormPlacement] = {
 }
 
 
+class Trained(NamedTuple):
+    """Which parameters of a module are trained. ``prefix``: of the module's names in the model."""
+
+    prefix: str
+    adapt: AdaptRecipe | None
+    freeze: Sequence[str]
+    frozen_dtype: torch.dtype  # of matrices that are not trained; vectors stay fp32, because some are used in it
+
+    def make_parameter(self, name: str, shape: Shape) -> nn.Parameter:
+        trained = is_trained(self.prefix + name, self.adapt, self.freeze)
+        dtype = torch.float32 if trained or len(shape) < 2 else self.frozen_dtype
+        return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trained)
+
+
 class Block(nn.Module):
     """One layer: x_BSD → (x_BSD, extras). Its tensors are those of ``list_block_shapes``.
 
@@ -133,10 +150,10 @@ class Block(nn.Module):
         ops: Ops,
         dtype: torch.dtype,
         tensor: TensorRanks,
+        trained: Trained,
         adapt: AdaptRecipe | None = None,
-        freeze: Sequence[str] = (),
-        frozen_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """``trained``: which of its parameters, by their names in the model. ``adapt``: of this layer's matrices; None: it has no LoRA."""
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.recompute = self.joined = self.fp8 = False
@@ -148,8 +165,7 @@ class Block(nn.Module):
         self.has_rope = self.rope != "none"
         self.experts = described.experts
         shapes = list_block_shapes(shape, layer)
-        owned = Trained(f"blocks.{layer}.", adapt, freeze, frozen_dtype)
-        allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), owned)
+        allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), trained)
         self.joined_frozen: dict[tuple[str, ...], Tensor] = {}  # matrices whose parameters are its rows
         self.change = choose_change(adapt)
         self.adapt_rank = adapt.rank if adapt else 0
@@ -298,20 +314,6 @@ class Block(nn.Module):
         return torch.ones(size, dtype=self.dtype, device=self.attention_out.device)
 
 
-class Trained(NamedTuple):
-    """Which parameters of a module are trained. ``prefix``: of the module's names in the model."""
-
-    prefix: str
-    adapt: AdaptRecipe | None
-    freeze: Sequence[str]
-    frozen_dtype: torch.dtype  # of matrices that are not trained; vectors stay fp32, because some are used in it
-
-    def make_parameter(self, name: str, shape: Shape) -> nn.Parameter:
-        trained = is_trained(self.prefix + name, self.adapt, self.freeze)
-        dtype = torch.float32 if trained or len(shape) < 2 else self.frozen_dtype
-        return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trained)
-
-
 def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape], trained: Trained) -> None:
     """Give a module the parameters and buffers with these names, without values."""
     for name, shape in shapes.items():
@@ -348,19 +350,28 @@ class Decoder(nn.Module):
         self.tensor = tensor or TensorRanks()
         self.embedding_grad_share = embedding_grad_share
         shapes = list_tensor_shapes(shape)
-        ends = {name: size for name, size in shapes.items() if not name.startswith("blocks.")}
-        allocate_tensors(self, ends, Trained("", adapt, freeze, frozen_dtype))
+        ends = {name: size for name, size in shapes.items() if "." not in name}
+        trained = Trained("", adapt, freeze, frozen_dtype)
+        allocate_tensors(self, ends, trained)
         blocks = [
-            Block(shape, layer, ops, dtype, self.tensor, adapt, freeze, frozen_dtype) for layer in range(shape.layers)
+            Block(shape, layer, ops, dtype, self.tensor, trained._replace(prefix=f"blocks.{layer}."), adapt)
+            for layer in range(shape.layers)
         ]
         self.blocks = nn.ModuleList(blocks)
+        self.multi_token = nn.ModuleList()
+        if shape.multi_token_layers:
+            from trainer.model import multi_token  # it imports this file
+
+            for depth in range(shape.multi_token_layers):
+                self.multi_token.append(multi_token.MultiTokenLayer(shape, depth, ops, dtype, self.tensor, trained))
+        self.every_block: list[Block] = [*blocks, *self.multi_token]  # type: ignore[list-item]
         names = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         assert {name for name in names if not is_lora_tensor(name)} == shapes.keys()
         self.head_name = "embedding" if shape.tied else "head"
         # rounded as transformers rounds Gemma's, so that bf16 has its numbers
         self.embedding_scale = float(torch.tensor(shape.embedding_scale or 1.0, dtype=dtype, device="cpu"))
-        self.rope_kinds = sorted({str(block.rope) for block in blocks} - {"none"}) or ["main"]
-        self.visibilities: set[Visibility | None] = {block.visibility for block in blocks}
+        self.rope_kinds = sorted({str(block.rope) for block in self.every_block} - {"none"}) or ["main"]
+        self.visibilities: set[Visibility | None] = {block.visibility for block in self.every_block}
         self.apply_head_loss = self._apply_plain_head if shape.logit_softcap is None else self._apply_capped_head
         self.constants: dict[tuple[str, torch.device], Any] = {}  # frequencies and slopes on their device
 
@@ -427,7 +438,7 @@ class Decoder(nn.Module):
         ``batch_sizes``: the number of different batch sizes of the run. By default torch compiles eight graphs and then runs uncompiled code,
         which rounds differently. Therefore the limit is raised.
         """
-        kinds = len({(block.has_rope, block.visibility, block.experts is None) for block in self.blocks})
+        kinds = len({(type(one), one.has_rope, one.visibility, one.experts is None) for one in self.every_block})
         pieces = (
             8 if self.shape.experts is not None else 1
         )  # number of graphs into which the compiler splits a layer of experts
@@ -436,46 +447,46 @@ class Decoder(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         accumulated = torch._dynamo.config.accumulated_recompile_limit
         torch._dynamo.config.accumulated_recompile_limit = max(accumulated, 8 * limit)
-        for block in self.blocks:
+        for block in self.every_block:
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
     def join_matrices(self) -> None:
         """Multiply with q, k, v as one joined matrix, and with gate and up as another. Only for one rank, because FSDP would free the joined copies.
         Only for a CPU: a GPU's products are large enough, and the parts of a joined product are strided. Copying these parts took 8 % of the
         kernels' time on an H200 for a model of 1 B weights."""
-        for block in self.blocks:
-            block.joined = True  # type: ignore[assignment]
+        for block in self.every_block:
+            block.joined = True
             block.join_frozen_matrices()
 
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
-        for block in self.blocks:
-            block.fp8, block.multiply = True, fp8.apply_fp8_linear  # type: ignore[assignment]
+        for block in self.every_block:
+            block.fp8, block.multiply = True, fp8.apply_fp8_linear
 
     def use_recomputation(self) -> None:
         """Use activation checkpointing: keep only each block's input, and compute the block again in the backward pass."""
-        for block in self.blocks:
-            block.recompute = True  # type: ignore[assignment]
+        for block in self.every_block:
+            block.recompute = True
 
     def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, stretches: int = 0
-    ) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor,
+        stretches: int = 0,
+        shifted: Sequence[ShiftedBatch] = (),
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers; the states [B, S, D] of the layers for
+        multi-token prediction, after their norm).
 
         ``stretches``: an upper bound of the number of stretches (runs of one document) in all rows (``Batch.micro_batches``). With 0 attention
-        counts them if it needs them, which waits for the device.
+        counts them if it needs them, which waits for the device. ``shifted``: what each layer for multi-token prediction reads; empty: they are
+        not computed, and there are no states of them.
         """
         if self.shape.across_documents:  # one text, whose positions continue, as when the model is served
             documents_BT = documents_BT.clamp(max=0)
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-        embedding = self.tensor.weight(self.embedding)
-        x_BSD = self.ops.embedding(self.tensor.take_own_positions(tokens_BT), embedding).to(self.dtype)
-        if self.embedding_grad_share != 1 and x_BSD.requires_grad:  # GLM-130B, arXiv 2210.02414 §3.3
-            x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
-        if self.embedding_scale != 1:
-            x_BSD = x_BSD * self.embedding_scale
-        if self.shape.embedding_norm:
-            x_BSD = self.ops.rms_norm(x_BSD, torch.ones_like(x_BSD[0, 0]), self.shape.norm_eps)
+        x_BSD = self._embed(tokens_BT)
         tables = {kind: self._make_rope_tables(positions_BT, kind) for kind in self.rope_kinds}
         tables["none"] = tables[self.rope_kinds[0]]  # not read
         prepared = self._prepare_documents(documents_BT, stretches)
@@ -484,7 +495,27 @@ class Decoder(nn.Module):
             x_BSD, extras = block(x_BSD, *tables[block.rope], documents_BT, prepared[block.visibility])  # type: ignore[index]
             if extras is not None:
                 every_extras.append(extras)
-        return x_BSD, every_extras
+        states: list[Tensor] = []
+        for layer, one in zip(self.multi_token, shifted):
+            state_BSD = states[-1] if states else self._norm_output(x_BSD)
+            token_BSD, seen = self._embed(one.tokens_BT), prepared[layer.visibility]  # type: ignore[index]
+            state_BSD, extras = layer(token_BSD, state_BSD, *tables[layer.rope], one.documents_BT, seen)  # type: ignore[index]
+            states.append(state_BSD)
+            if extras is not None:
+                every_extras.append(extras)
+        return x_BSD, every_extras, states
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        """The embeddings [B, S, D] of this rank's positions, in ``dtype``."""
+        embedding = self.tensor.weight(self.embedding)
+        x_BSD: Tensor = self.ops.embedding(self.tensor.take_own_positions(tokens_BT), embedding).to(self.dtype)
+        if self.embedding_grad_share != 1 and x_BSD.requires_grad:  # GLM-130B, arXiv 2210.02414 §3.3
+            x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
+        if self.embedding_scale != 1:
+            x_BSD = x_BSD * self.embedding_scale
+        if self.shape.embedding_norm:
+            x_BSD = self.ops.rms_norm(x_BSD, torch.ones_like(x_BSD[0, 0]), self.shape.norm_eps)
+        return x_BSD
 
     def place_constants(self, device: torch.device) -> None:
         """Copy RoPE's frequencies and ALiBi's slopes to the device before the first step. A copy within a step would wait for the device, and could
@@ -536,22 +567,30 @@ class Decoder(nn.Module):
         router_z_share: float = 0.0,
         stretches: int = 0,
         balance_share: float = 0.0,
+        objective: MultiTokenObjective | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, nll_BS, load [expert layers, E] or None).
 
         loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z² + balance_share · Σ of the rows' losses of balance, an fp32
-        scalar. nll_BS: fp32, detached, for this rank's positions (``tensor.part``). load: the number of tokens at each expert.
+        scalar. nll_BS: fp32, detached, for this rank's positions (``tensor.part``). load: the number of tokens at each expert. ``objective``: of
+        the layers for multi-token prediction, whose loss is added; None: they are not computed.
         """
-        x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
-        targets_BS, weights_BS = self.tensor.take_own_positions(targets_BT), self.tensor.take_own_positions(weights_BT)
-        loss, nll_N = self.apply_head_loss(
-            self._head_input(x_BSD).flatten(0, 1),
-            self._head(),
-            targets_BS.flatten(),
-            weights_BS.flatten(),
-            z_loss,
-        )
-        nll_BS = nll_N.view(targets_BS.shape)
+        shifted: list[ShiftedBatch] = []
+        if objective is not None:
+            from trainer.model import multi_token
+
+            depths = range(1, 1 + len(self.multi_token))
+            shifted = [multi_token.shift_batch(targets_BT, weights_BT, documents_BT, depth) for depth in depths]
+        x_BSD, extras, states = self(tokens_BT, positions_BT, documents_BT, stretches, shifted)
+        loss, nll_N = self._apply_head_loss_to(self._norm_output(x_BSD), targets_BT, weights_BT, z_loss)
+        nll_BS = nll_N.view(x_BSD.shape[:2])
+        if objective is not None:
+            found = [
+                self._apply_head_loss_to(state_BSD, one.targets_BT, one.weights_BT, z_loss)
+                for state_BSD, one in zip(states, shifted, strict=True)
+            ]
+            weights = [self.tensor.take_own_positions(one.weights_BT).flatten() for one in shifted]
+            loss = loss + multi_token.add_multi_token_sums(objective, *zip(*found, strict=True), weights)
         if not extras:
             return loss, nll_BS, None
         every = torch.stack(extras)
@@ -560,14 +599,36 @@ class Decoder(nn.Module):
         loss = loss + router_z_share * auxiliary[:, 0].sum()
         if self.shape.experts.balance == "loss":
             loss = loss + balance_share * auxiliary[:, 1].sum()
-        return loss, nll_BS, load.detach()
+        return loss, nll_BS, load.detach().contiguous()  # gloo would sum the memory that a view skips
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """The logits [B, S, V], for tests and for comparing an export. Training never has all of them in memory."""
-        x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
-        logits_BSV = F.linear(self._head_input(x_BSD), self._head())
+        x_BSD, *_ = self(tokens_BT, positions_BT, documents_BT)
+        return self._compute_logits(self._norm_output(x_BSD))
+
+    def multi_token_logits(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """The logits [B, S, V] of each layer for multi-token prediction, for tests and for measuring drafts. ``batch``: ``tokens_BT``,
+        ``targets_BT``, ``positions_BT`` and ``documents_BT`` of a ``Batch``."""
+        from trainer.model.multi_token import shift_batch
+
+        targets_BT, documents_BT = batch["targets_BT"], batch["documents_BT"]
+        weights_BT = torch.zeros_like(targets_BT, dtype=torch.float32)
+        depths = range(1, 1 + len(self.multi_token))
+        shifted = [shift_batch(targets_BT, weights_BT, documents_BT, depth) for depth in depths]
+        *_, states = self(batch["tokens_BT"], batch["positions_BT"], documents_BT, 0, shifted)
+        return [self._compute_logits(state_BSD) for state_BSD in states]
+
+    def _compute_logits(self, h_BSD: Tensor) -> Tensor:
+        logits_BSV = F.linear(self._head_input(h_BSD), self._head())
         cap = self.shape.logit_softcap
         return logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)
+
+    def _apply_head_loss_to(
+        self, h_BSD: Tensor, targets_BT: Tensor, weights_BT: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, nll_N) of normed states."""
+        targets_N, weights_N = (self.tensor.take_own_positions(x_BT).flatten() for x_BT in (targets_BT, weights_BT))
+        return self.apply_head_loss(self._head_input(h_BSD).flatten(0, 1), self._head(), targets_N, weights_N, z_loss)
 
     def _apply_plain_head(
         self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
@@ -585,13 +646,15 @@ class Decoder(nn.Module):
         """The head's matrix [V, D]: the embedding if it is tied."""
         return self.tensor.weight(getattr(self, self.head_name)).to(self.dtype)
 
-    def _head_input(self, x_BSD: Tensor) -> Tensor:
+    def _norm_output(self, x_BSD: Tensor) -> Tensor:
         if self.shape.norm_weights:
             norm_D = self.tensor.weight(self.final_norm)
             norm_D = 1 + norm_D.float() if self.shape.norm_plus_one else norm_D.to(self.dtype)
         else:
             norm_D = torch.ones_like(x_BSD[0, 0])
-        h_BSD = self.ops.rms_norm(x_BSD, norm_D, self.shape.norm_eps)
+        return self.ops.rms_norm(x_BSD, norm_D, self.shape.norm_eps)  # type: ignore[no-any-return]
+
+    def _head_input(self, h_BSD: Tensor) -> Tensor:
         share = self.shape.mup_width_ratio  # muP: logits keep their size as the width grows
         return h_BSD if share == 1 else h_BSD * share
 

@@ -38,7 +38,7 @@ SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 def find_layer_of_parameter(name: str) -> str:
     """The layer of a parameter: ``blocks.3`` for ``blocks.3.q``, and ``embedding`` for parameters outside of blocks."""
-    return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
+    return ".".join(name.split(".")[:2]) if "." in name else "embedding"
 
 
 def select_numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.tensors import MULTI_TOKEN
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
 from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
@@ -131,6 +132,11 @@ class InstabilitySignals(StepHook):
         self.per_token = recipe.model.experts.per_token if recipe.model.experts is not None else 0
         self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
         self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
+        self.expert_layers += [
+            f"{MULTI_TOKEN}.{depth}"
+            for depth in range(recipe.trained_multi_token_layers)
+            if model.multi_token[depth].experts is not None
+        ]
         self.turns = {name: LayerHistory(recipe.stability.window) for name in KINDS}
         self.norms = RankGradNormHistory(recipe.stability.window)
         self.reported: list[str] = []  # lasting states that were reported and still hold

@@ -27,7 +27,7 @@ class SpeedMeter:
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         """On a GPU this measures for about a second. Every rank must make a ``SpeedMeter``, so that all GPUs are under load, as in training."""
         device, dtype = ranks.device, DTYPES[recipe.precision]
-        self.flops_per_token = recipe.model.count_flops_per_token()
+        self.flops_per_token = recipe.model.count_flops_per_token(bool(recipe.trained_multi_token_layers))
         peak = look_up_data_sheet_flops(device, dtype)
         self.peak = peak and peak * ranks.size
         self.measured: float | None = None

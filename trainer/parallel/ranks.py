@@ -90,6 +90,7 @@ class Ranks:
 
     def sum_over_ranks_in_place(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
+        assert tensor.is_contiguous(), "gloo sums the memory from the first element on, whatever the strides"
         if self.size > 1:
             dist.all_reduce(tensor)
 

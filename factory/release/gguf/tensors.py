@@ -181,9 +181,13 @@ def _list_obstacles(spec: ModelSpec, architecture: LlamaCppArchitecture) -> list
 
 
 def plan_gguf_tensors(spec: ModelSpec) -> list[GgufTensor]:
-    """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
+    """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute.
+
+    Layers for multi-token prediction are left out: llama.cpp computes the model without them.
+    """
     import gguf
 
+    spec = spec.without_multi_token
     check_model_is_convertible(spec)
     architecture = ARCHITECTURES[get_family(spec).name]
     names = gguf.get_tensor_name_map(find_gguf_architecture(spec), spec.layers)

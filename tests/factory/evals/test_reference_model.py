@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from factory.evals.export_folder import ExportError
 from factory.evals.reference_model import ReferenceModel
 from models.adapters import FAMILIES as FAMILIES_OF_MODELS
+from models.tensors import is_multi_token
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
 from tests.support.messages import says
 from tests.support.models.facts import EXPORTED_CASES, make_native_weights, make_spec
-from tests.support.models.small_models import Case, make_tokens, save_model
+from tests.support.models.multi_token import PublishedLayers
+from tests.support.models.small_models import CASES, Case, make_tokens, save_model
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
 
@@ -61,6 +63,36 @@ def test_logits_of_each_family_equal_transformers(case: Case, tmp_path: Path) ->
     shards = save_model(theirs, tmp_path / "shards", 20_000)
     assert len(list(shards.glob("*.safetensors"))) > 1
     assert torch.equal(ReferenceModel.load(shards).logits(tokens), found)
+
+
+def test_layers_for_multi_token_prediction_take_no_part_in_the_logits(tmp_path: Path) -> None:
+    """They are read and checked all the same: a server that drafts tokens computes them."""
+    case = next(case for case in CASES if case.multi_token_layers)
+    theirs = case.make_model()
+    folder = save_model(theirs, tmp_path / "export")
+    PublishedLayers(theirs, case.multi_token_layers).save(theirs, folder)
+    tokens = make_tokens(2, 50)
+    with torch.inference_mode():
+        expected = theirs(tokens).logits
+    judge = ReferenceModel.load(folder)
+    torch.testing.assert_close(judge.logits(tokens), expected, atol=1e-4, rtol=1e-4)
+    assert judge.spec.multi_token_layers == case.multi_token_layers and not any(map(is_multi_token, judge.weights))
+    stored, last = load_file(folder / "model.safetensors"), f"model.layers.{judge.spec.layers}"
+    for name, code in (
+        (f"{last}.shared_head.head.weight", "export_folder.other_copy"),
+        (f"{last}.embed_tokens.weight", "export_folder.other_copy"),
+        (f"{last}.eh_proj.weight", "models.not_finite"),
+        (f"{last}.hnorm.weight", "export_folder.missing_tensors"),
+    ):
+        spoilt = {key: tensor.clone() for key, tensor in stored.items()}
+        if code == "export_folder.missing_tensors":
+            del spoilt[name]
+        else:
+            spoilt[name].view(-1)[0] = float("nan") if code == "models.not_finite" else 2.0
+        save_file(spoilt, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ExportError) as refused:
+            ReferenceModel.load(folder)
+        assert refused.value.message.code == code
 
 
 def test_every_family_is_compared_with_transformers() -> None:
@@ -246,7 +278,8 @@ HOSTILE_EXPERTS: dict[str, tuple[dict[str, Any], str | tuple[str, dict[str, Any]
     "scaled by no number": ({"routed_scaling_factor": "1.0"}, "routed_scaling_factor"),
     "another norm": ({"use_qk_norm": True},
         ("export_folder.missing_tensors", {"count": 4, "first": "model.layers.0.self_attn.k_norm.weight"})),
-    "predictions": ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    "predictions": ({"num_nextn_predict_layers": 16}, ("export_folder.too_small", {})),
+    "as many predictions as you like": ({"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers"),
     "half the rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "layers without rope": ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
 }  # fmt: skip

@@ -21,9 +21,11 @@ from factory.core.errors import InputError
 from factory.core.exports import hash_export_folder
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.evals.export_folder import list_file_shapes
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.gguf.gguf_type import GgufType
+from factory.release.gguf.tensors import plan_gguf_tensors
 from factory.release.gguf.writing import GgufFile, write_export_gguf, write_release_gguf
 from tests.support.messages import refused
 from tests.support.models.facts import EXPORTED_CASES
@@ -432,3 +434,11 @@ def test_the_command_writes_a_gguf_file_and_overwrites_no_file(
     assert add_candidate(workspace, ledger) == 2
     with refused("rows.unknown_key", InputError, noun="release", key=2, known=["1"]):
         write_release_gguf(ledger, 2, tmp_path / "other", SILENT)
+
+
+def test_layers_for_multi_token_prediction_are_left_out_of_a_gguf_file() -> None:
+    """llama.cpp computes the model without them, and the file says that it has none (``nextn_predict_layers``)."""
+    spec = recipe_with(**FAMILIES["experts"][1]).model.model_copy(update={"family": "glm4_moe"})
+    more = spec.model_copy(update={"multi_token_layers": 1})
+    assert len(list_file_shapes(more)) > len(list_file_shapes(spec))
+    assert plan_gguf_tensors(more) == plan_gguf_tensors(spec)

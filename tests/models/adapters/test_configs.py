@@ -12,6 +12,7 @@ import pytest
 from models.adapters import FAMILIES, find_family_for_config, find_family_for_export
 from models.adapters.config_reader import ModelFilesError
 from models.spec import ModelSpec
+from models.tensors import is_multi_token, list_tensor_shapes
 
 SHARED = {
     "attention_bias": False,
@@ -527,13 +528,30 @@ def test_a_published_config_is_read_and_written_back(
 ) -> None:
     spec = read(config)
     assert {key: getattr(spec, key) for key in facts} == facts
-    assert spec.parameters == parameters
+    assert spec.without_multi_token.parameters == parameters
     assert find_family_for_export(spec).name == config["model_type"]
     family = FAMILIES[config["model_type"]]
     again = json.loads(json.dumps(family.write(family.as_stored(spec))))
     assert family.read_config(again, "again").model_dump() == family.as_stored(spec).model_dump() | {
         "family": family.name
     }
+
+
+def test_the_layer_for_multi_token_prediction_has_the_published_number_of_weights() -> None:
+    """DeepSeek-V3's README_WEIGHTS: 11.5 B of its own, without the shared embedding and head."""
+    spec = read(DEEPSEEK_V3)
+    own = spec.parameters - spec.without_multi_token.parameters
+    every = sum(math.prod(shape) for name, shape in list_tensor_shapes(spec).items() if is_multi_token(name))
+    assert own == every - 256, "the router's bias is no parameter"
+    assert own == pytest.approx(11.5e9, rel=0.01)
+    meets, seen = (
+        a - b for a, b in zip(spec.count_weights_and_positions_seen(True), spec.count_weights_and_positions_seen())
+    )
+    width, experts = 7168, 9 * 3 * 2048
+    assert meets == spec.attention_parameters_per_layer + width * (experts + 256 + 2 * width + 129_280)
+    assert seen == spec.context
+    assert spec.count_flops_per_token(True) > spec.count_flops_per_token()
+    assert spec.count_flops_per_token() == spec.without_multi_token.count_flops_per_token(True)
 
 
 MEANINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models.adapters import FAMILIES
 from models.adapters.config_reader import ModelFilesError
 from models.spec import ModelSpec
-from tests.support.models.proof import list_file_tensors
+from tests.support.models.files import list_file_tensors
 
 SCALINGS = (
     {"kind": "linear", "factor": 2.0},

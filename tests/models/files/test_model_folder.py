@@ -19,11 +19,13 @@ from models.adapters import convert_to_files, list_stored_tensors
 from models.adapters.config_reader import ModelFilesError
 from models.files.model_folder import INDEX, ONE_FILE, open_model_folder
 from models.files.safetensors_file import read_header, write_weights
+from tests.support.models.multi_token import PublishedLayers
 from tests.support.models.small_models import CASES, Case, save_model
 
 LLAMA = next(case for case in CASES if str(case) == "llama-scaled")
 TIED = next(case for case in CASES if str(case) == "llama-tied")
 GLM = next(case for case in CASES if str(case) == "glm4_moe-plain")
+MULTI_TOKEN = next(case for case in CASES if str(case) == "glm4_moe-multi-token")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -36,7 +38,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "shards": save_model(LLAMA.make_model(), root / "shards", 40_000),
         "tied": save_model(TIED.make_model(), root / "tied"),
         "experts": save_model(GLM.make_model(), root / "experts"),
+        "multi-token": save_multi_token(MULTI_TOKEN, root / "multi-token"),
     }
+
+
+def save_multi_token(case: Case, folder: Path) -> Path:
+    model = case.make_model()
+    PublishedLayers(model, case.multi_token_layers).save(model, save_model(model, folder))
+    return folder
 
 
 @pytest.fixture
@@ -115,22 +124,43 @@ def test_an_export_with_the_recorded_dtypes_is_the_source_to_the_bit(
     )
 
 
-def test_layers_for_multi_token_prediction_are_left_out_and_listed(folder: Callable[[str], Path]) -> None:
-    path = folder("experts")
-    layers = GLM.make_config().num_hidden_layers
-    extra = {
-        f"model.layers.{layers}.eh_proj.weight": torch.zeros(4, 8),
-        f"model.layers.{layers}.enorm.weight": torch.zeros(4),
-    }
-    change(path, **extra)
+def test_layers_for_multi_token_prediction_are_read_if_the_files_have_them(folder: Callable[[str], Path]) -> None:
+    path = folder("multi-token")
+    source, last = open_model_folder(path), MULTI_TOKEN.make_config().num_hidden_layers
+    assert source.spec.multi_token_layers == 1 and source.left_out == ()
+    native, stored = dict(source.iterate_native()), load_file(path / ONE_FILE)
+    assert torch.equal(native["multi_token.0.join"], stored[f"model.layers.{last}.eh_proj.weight"])
+    own = {name: tensor for name, tensor in stored.items() if not name.startswith(f"model.layers.{last}.")}
+    save_file(own, path / ONE_FILE, {"format": "pt"})
+    assert open_model_folder(path).spec == source.spec.without_multi_token, "as transformers writes the model"
+    assert read_all(path).keys() == {name for name in native if not name.startswith("multi_token.")}
+    save_file(own | {f"model.layers.{last}.enorm.weight": torch.ones(32)}, path / ONE_FILE, {"format": "pt"})
+    assert refusal(path).code == "models.missing_tensor"
+    save_file(stored | {f"model.layers.{last + 1}.enorm.weight": torch.ones(32)}, path / ONE_FILE, {"format": "pt"})
+    assert refusal(path).data["tensor"] == f"model.layers.{last + 1}.enorm.weight"
+    save_file(stored, path / ONE_FILE, {"format": "pt"})
+    edit_json(path / "config.json", lambda config: config.update(num_nextn_predict_layers=0))
     assert refusal(path).code == "models.extra_tensor", "config.json says that there are none"
-    edit_json(path / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
-    source = open_model_folder(path)
-    assert set(source.left_out) == set(extra) and not set(source.dtypes) & set(extra)
-    assert dict(source.iterate_native()).keys() == read_all(path).keys()
-    assert source.family.write(source.family.as_stored(source.spec))["num_nextn_predict_layers"] == 0
-    change(path, **{f"model.layers.{layers + 1}.enorm.weight": torch.zeros(4)})
-    assert refusal(path).data["tensor"] == f"model.layers.{layers + 1}.enorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("copy", "whole"), [("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", "lm_head.weight")]
+)
+def test_a_copy_in_a_layer_for_multi_token_prediction_may_be_missing_but_not_differ(
+    folder: Callable[[str], Path], copy: str, whole: str
+) -> None:
+    path = folder("multi-token")
+    name = f"model.layers.{MULTI_TOKEN.make_config().num_hidden_layers}.{copy}"
+    stored = load_file(path / ONE_FILE)
+    assert torch.equal(stored[name], stored[whole]) and name in open_model_folder(path).dtypes
+    without = {key: tensor for key, tensor in stored.items() if key != name}
+    save_file(without, path / ONE_FILE, {"format": "pt"})
+    assert open_model_folder(path).left_out == ()
+    stored[name][3, 4] += 1
+    save_file(stored, path / ONE_FILE, {"format": "pt"})
+    error = refusal(path)
+    assert error.code == "models.other_copy" and error.data["count"] == 1
+    assert (error.data["copy"], error.data["whole"]) == (name, whole)
 
 
 def test_a_head_of_a_tied_model_must_equal_the_embedding(folder: Callable[[str], Path]) -> None:

@@ -80,6 +80,7 @@ EXPORTED_CASES = [
     if case.family in ("glm4_moe", "deepseek_v3")
     else case
     for case in CASES
+    if not case.multi_token_layers
 ]
 
 

@@ -25,6 +25,8 @@ from models.adapters import FAMILIES, convert_to_files, list_stored_tensors
 from models.divergence import TOLERANCE
 from models.files.model_folder import ModelSource, open_model_folder
 from models.files.safetensors_file import write_weights
+from models.tensors import is_multi_token
+from tests.support.models.multi_token import PublishedLayers
 from tests.support.models.small_models import CASES, Case, make_tokens, save_model
 from tests.support.serving.imported import PROMPTS, count_different_served_tokens
 from trainer.model.transformer import Decoder
@@ -43,6 +45,9 @@ class Subject:
         self.case, self.folder = case, folder
         self.theirs = case.make_model()
         self.exported = save_model(self.theirs, folder / "theirs", 40_000)  # shards
+        self.multi_token = PublishedLayers(self.theirs, case.multi_token_layers)
+        if case.multi_token_layers:
+            self.multi_token.save(self.theirs, self.exported)
 
     @cached_property
     def source(self) -> ModelSource:
@@ -90,12 +95,10 @@ def count_equal_tensors(subject: Subject) -> float:
     source = subject.source
     native = dict(source.iterate_native())
     back = dict(convert_to_files(source.spec, source.family, native.__getitem__))
-    stored = {
-        name: tensor
-        for name, tensor in list_file_tensors(subject.theirs, subject.theirs.state_dict()).items()
-        if name in source.dtypes
-    }
-    assert stored and set(stored) <= set(back)
+    every = list_file_tensors(subject.theirs, subject.theirs.state_dict()) | subject.multi_token.list_tensors()
+    stored = {name: tensor for name, tensor in every.items() if name in source.dtypes}
+    assert set(subject.multi_token.list_tensors()) <= set(stored) <= set(back)
+    assert stored and set(source.dtypes) <= set(back), "the copies too"
     return sum(not torch.equal(back[name], tensor) for name, tensor in stored.items())
 
 
@@ -107,7 +110,10 @@ def reload_in_transformers(subject: Subject) -> float:
     loaded, report = kind.from_pretrained(
         subject.written, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    # transformers' classes have no layers for multi-token prediction, and know their numbers in the published models alone
+    begins = tuple(f"model.layers.{number}." for number in subject.source.spec.multi_token_numbers)
+    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(begins)]
+    assert not unexpected and not any(report[key] for key in ("missing_keys", "mismatched_keys")), report
     with torch.no_grad():
         return _largest(loaded(make_tokens(), use_cache=False).logits - subject.compute_theirs(make_tokens()))
 
@@ -150,8 +156,8 @@ def compare_gradients(subject: Subject) -> float:
     ours = {name: parameter.grad for name, parameter in subject.ours.named_parameters()}
     worst = 0.0
     for mapping in subject.source.family.list_mappings(subject.source.spec):
-        if mapping.natives[0].endswith("router_bias"):  # a buffer
-            continue
+        if mapping.natives[0].endswith("router_bias") or is_multi_token(mapping.natives[0]) or mapping.is_copy:
+            continue  # a buffer, or no part of the logits (tests/trainer/model/test_multi_token.py)
         for name, expected in mapping.to_native(theirs.__getitem__):
             gradient = ours.get(name)
             assert gradient is not None, name

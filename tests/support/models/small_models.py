@@ -71,6 +71,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.family}-{self.name}"
 
+    @property
+    def multi_token_layers(self) -> int:
+        """How many layers for multi-token prediction are added to the files that transformers writes of the model (``multi_token``)."""
+        return int(self.keys.get("num_nextn_predict_layers", 0))
+
     def make_config(self) -> Any:
         """The config of transformers."""
         from transformers import AutoConfig
@@ -252,6 +257,7 @@ CASES = [
         },
     ),
     Case("glm4_moe", "yarn", EXPERTS | {"partial_rotary_factor": 0.5, "rope_scaling": YARN}),
+    Case("glm4_moe", "multi-token", EXPERTS | {"attention_bias": True, "num_nextn_predict_layers": 1}),
     Case("deepseek_v3", "plain", EXPERTS | LATENT | {"rope_scaling": MSCALE}),
     Case(
         "deepseek_v3",
@@ -342,6 +348,7 @@ CASES = [
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    Case("deepseek_v3", "multi-token", EXPERTS | LATENT | {"num_nextn_predict_layers": 2}),
 ]
 
 

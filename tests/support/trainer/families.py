@@ -73,4 +73,10 @@ DESCRIBED: dict[str, dict[str, Any]] = {
         "model__latent": {"q_rank": 24, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 8, "v_head_dim": 12},
         "model__experts": {"count": 8, "per_token": 2, "d_ff": 16, "shared": 1, "groups": 4, "groups_per_token": 2, "scale": 1.5},
     },
+    "multi-token": {
+        "model__experts": {"count": 4, "per_token": 2, "d_ff": 16, "shared": 1, "bias_rate": 0.02},
+        "model__base_d_model": 16,
+        "model__multi_token_layers": 2,
+        "multi_token_weight": 0.3,
+    },
 }  # fmt: skip

@@ -56,8 +56,19 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
         assert mine["loss"] == pytest.approx(other["loss"], abs=loss)
         assert mine["tokens"] == other["tokens"] and mine["supervised_tokens"] == other["supervised_tokens"]
         for key in mine:
-            if key.startswith(("grad_norm", "update_ratio", "noise_scale", "activation_max", "attention_logit_max")):
+            if key.startswith(
+                (
+                    "grad_norm",
+                    "update_ratio",
+                    "noise_scale",
+                    "activation_max",
+                    "attention_logit_max",
+                    "multi_token_loss",
+                )
+            ):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
+            if key.startswith("router_balance"):  # a token on the edge between two experts may move
+                assert mine[key] == pytest.approx(other[key], abs=0.02), key
     one, two = (checkpoints.load_checkpoint(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     assert one.state["sampler"] == two.state["sampler"]
     for kind, mine_t, other_t in (("model", one.model, two.model), ("optimizer", one.optimizer, two.optimizer)):
@@ -84,6 +95,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"parallel__tensor": 2, "parallel__recompute": "block", "stability__noise_scale_every": 0},
     ),
     "tensor-latent": (2, DESCRIBED["deepseek"] | {"parallel__tensor": 2}),
+    "shard-multi-token": (2, DESCRIBED["multi-token"] | {"batch__micro_sequences": 2}),
+    "tensor-multi-token": (
+        2,
+        DESCRIBED["multi-token"]
+        | {"parallel__tensor": 2, "parallel__recompute": "block", "stability__noise_scale_every": 0},
+    ),
     "tensor-balance-loss": (2, DESCRIBED["qwen3-moe"] | {"parallel__tensor": 2}),
     "shard-sinks-expert-biases": (2, DESCRIBED["gpt-oss"] | {"batch__micro_sequences": 2}),
     "tensor-unit-norms": (2, DESCRIBED["nanochat"] | {"parallel__tensor": 2}),

@@ -22,6 +22,7 @@ from models.adapters import convert_to_files, find_family_for_export, list_store
 from models.adapters.family import Family
 from models.files.safetensors_file import write_weights
 from models.spec import ModelSpec
+from models.tensors import is_multi_token
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.errors import CheckpointError, run_and_get_exit_code
 from trainer.contract.lora import MergedWeights
@@ -123,11 +124,11 @@ def _iterate_checked(model: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tu
 
 
 def rename_tensors_for_hf(model: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names of the family's files. The final norm includes the factor by which muP scales the head's input."""
+    """The tensors under the names of the family's files. The norm before the head includes the factor by which muP scales the head's input."""
 
     def read(name: str) -> Tensor:
         tensor, ratio = model[name], spec.mup_width_ratio
-        if name != "final_norm" or ratio == 1:
+        if ratio == 1 or name != "final_norm" and not (is_multi_token(name) and name.endswith(".output_norm")):
             return tensor
         return (1 + tensor) * ratio - 1 if spec.norm_plus_one else tensor * ratio
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, list_block_shapes, list_tensor_shapes, matches_pattern
+from models.tensors import BUFFERS, is_multi_token, list_block_shapes, list_tensor_shapes, matches_pattern
 from trainer.contract.errors import RecipeError
 from trainer.contract.lora import list_adaptable_matrices
 
@@ -51,12 +51,14 @@ def train_everything(model: ModelSpec) -> TrainedParts:
 
 
 def freeze(model: ModelSpec, patterns: Sequence[str]) -> TrainedParts:
-    """Train all but the tensors that ``patterns`` name.
+    """Train all but the tensors that ``patterns`` name, and the layers for multi-token prediction: a recipe without ``multi_token_weight`` carries
+    them along.
 
     A pattern is a native tensor's name or its beginning (``embedding``, ``blocks.3``), a range of layers (``blocks.0-11``), or has wildcards
     (``blocks.*.experts_*``). Raises: RecipeError if a pattern names nothing, or if nothing is left to train.
     """
     trained = {name: math.prod(shape) for name, shape in list_tensor_shapes(model).items() if not _is_buffer(name)}
+    trained = {name: size for name, size in trained.items() if not is_multi_token(name)}
     for pattern in patterns:
         named = [name for name in list_tensor_shapes(model) if matches_pattern(name, pattern)]
         if not named:

@@ -244,14 +244,15 @@ def _effort_lines(plan: RunPlan) -> list[PlanLine]:
             source=OWN,
         )
     )
+    active, seen = model.count_weights_and_positions_seen(ask.multi_token)
     flops = Message(
         "plan.flops",
         "6 × {active:,} + 6 × {width:,} × {seen:,.0f} positions seen by all {layers} layers = {flops:.4g} FLOPs per token",
-        active=count_active_parameters(model),
-        layers=model.layers,
+        active=active,
+        layers=model.layers + (model.multi_token_layers if ask.multi_token else 0),
         width=round(model.attention_width),
-        seen=model.positions_seen,
-        flops=model.count_flops_per_token(),
+        seen=seen,
+        flops=model.count_flops_per_token(ask.multi_token),
     )
     throughput = Message(
         "plan.throughput",

@@ -17,6 +17,7 @@ from typing import Literal
 from kernels.contract.message import Message
 from models.spec import ModelSpec
 from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.plan.adapting import train_everything
 from trainer.contract.plan.gpus import MFU, Gpu
 from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.sizing import (
@@ -66,6 +67,7 @@ class PlanRequest:
     expert: int = (
         1  # GPUs that share the experts, in a trainer that supports it; 1: as ours, every GPU gathers every expert
     )
+    multi_token: bool = False  # the layers for multi-token prediction are trained; otherwise they are carried along
     fp8: bool = False  # products in fp8; for routed experts, in a trainer that supports it
     public_model: PublicModel | None = None  # the config.json from which ``model`` was read
 
@@ -210,6 +212,9 @@ def estimate_memory(request: PlanRequest, layout: GpuLayout) -> list[MemoryPart]
         optimizer=request.optimizer,
         itemsize=request.itemsize,
         logit_rows=request.logit_rows,
+        trained=None
+        if request.multi_token or not request.model.multi_token_layers
+        else train_everything(request.model),
     )
 
 
@@ -310,11 +315,11 @@ def estimate_time_and_cost(request: PlanRequest, layout: GpuLayout, sequences: i
         mfu = _recomputing(mfu, request)
     tokens_per_step = sequences * model.context
     steps = math.ceil(request.tokens / tokens_per_step)
-    flops = model.count_flops_per_token() * tokens_per_step * steps
+    flops = model.count_flops_per_token(request.multi_token) * tokens_per_step * steps
     there = request.gpu.link if request.gpus <= NODE else request.network or request.gpu.network
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
-    computing = tokens * model.count_flops_per_token() / (request.gpu.peak_flops * mfu)
+    computing = tokens * model.count_flops_per_token(request.multi_token) / (request.gpu.peak_flops * mfu)
     moved, exchange = (
         estimate_weight_traffic_bytes(request, layout),
         estimate_expert_traffic_bytes_per_token(request, layout),

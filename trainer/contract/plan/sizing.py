@@ -131,7 +131,8 @@ def count_routed_expert_parameters(model: ModelSpec) -> int:
     """Parameters of all experts that tokens are routed to."""
     if model.experts is None:
         return 0
-    return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
+    layers = model.layers + model.multi_token_layers - model.experts.dense_layers
+    return layers * model.experts.count * 3 * model.d_model * model.experts.d_ff
 
 
 def count_activation_elements_per_token(model: ModelSpec, layer: int, tensor: int = 1) -> float:
@@ -181,8 +182,8 @@ def estimate_activation_memory(
 ) -> MemoryPart:
     """The memory of the activations of one micro-batch, which the forward pass keeps for the backward pass.
 
-    ``trained``: None if all weights are. Layers that no gradient reaches keep nothing. The other layers are counted as if all their weights were
-    trained, which is a little too much for frozen ones.
+    ``trained``: None if all weights are, those for multi-token prediction too. Layers that no gradient reaches keep nothing. The other layers are
+    counted as if all their weights were trained, which is a little too much for frozen ones.
     """
     tokens = layout.micro_sequences * model.context
     first, more = (trained.first_layer, trained.kept_by_adapters) if trained is not None else (0, 0)
@@ -190,6 +191,9 @@ def estimate_activation_memory(
         (min(n, max(0, n + start - first)), more + count_activation_elements_per_token(model, start, layout.tensor))
         for n, start in list_layer_kinds(model)
     ]
+    if trained is None and model.multi_token_layers:  # each also keeps the inputs of three norms and of a product
+        each = 5 * model.d_model + count_activation_elements_per_token(model, model.layers, layout.tensor)
+        kept.append((model.multi_token_layers, each))
     layers_kept = sum(n for n, _ in kept)
     if layout.recompute == "block":
         most = max((each for n, each in kept if n), default=0.0)

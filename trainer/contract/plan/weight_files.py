@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kernels.contract.message import Message
@@ -26,6 +27,20 @@ class WeightFiles:
     bytes: int
 
 
+def drop_absent_layers(public: PublicModel, folder: Path) -> PublicModel:
+    """The model without the layers for multi-token prediction that config.json counts, but the folder's weights lack. A folder whose weights cannot
+    be read changes nothing: ``compare_weights`` says why."""
+    try:
+        return _fit_to_tensors(public, read_tensor_headers(folder))
+    except ModelFilesError:
+        return public
+
+
+def _fit_to_tensors(public: PublicModel, names: Iterable[str]) -> PublicModel:
+    family = public.family
+    return public if family is None else replace(public, spec=family.fit_to_tensors(public.spec, names))
+
+
 def compare_weights(public: PublicModel, folder: Path) -> WeightFiles | None:
     """The weights of a folder whose config.json describes ``public``; None if it has none.
 
@@ -38,17 +53,19 @@ def compare_weights(public: PublicModel, folder: Path) -> WeightFiles | None:
         if error.code == "models.no_weights":
             return None
         raise RecipeError(error.message) from error
+    public = _fit_to_tensors(public, stored)
     spec, described, differs = public.spec, public.spec.parameters, False
     first: str = Message("plan.number_alone", "the number alone was compared")
-    left_out: list[str] = []
+    not_counted: set[str] = set()
     if public.family is not None:
+        not_counted = {name for one in public.family.list_mappings(spec) if one.is_copy for name in one.theirs}
         described = count_values(spec)
         try:
             shapes = {name: tensor.shape for name, tensor in stored.items()}
-            left_out = check_shapes(spec, public.family, public.config, shapes, folder)
+            not_counted |= {*check_shapes(spec, public.family, shapes, folder)}
         except ModelFilesError as error:
             first, differs = error.message, True
-    weights = {name: tensor for name, tensor in stored.items() if name not in left_out}
+    weights = {name: tensor for name, tensor in stored.items() if name not in not_counted}
     held = sum(tensor.values for tensor in weights.values())
     if differs or abs(held / described - 1) > GUESSED_WITHIN:
         raise RecipeError(

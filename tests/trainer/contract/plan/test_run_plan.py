@@ -293,3 +293,23 @@ def test_our_recipes_can_be_planned(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
     found = plan_run(PlanRequest(recipe.model, 1e8, 1, GPUS["rtx-4090"], batch=recipe.batch))
     assert found.sequences == recipe.batch.sequences and found.effort.network == 0
+
+
+def test_layers_for_multi_token_prediction_cost_memory_and_with_a_weight_also_time() -> None:
+    model = model_of("GLM-4.5-Air")
+    more = model.model_copy(update={"multi_token_layers": 1})
+    layout = GpuLayout(512, micro_sequences=1)
+    asks = [
+        PlanRequest(one, 1e12, 512, GPUS["h100"], multi_token=trained)
+        for one, trained in ((model, False), (more, False), (more, True))
+    ]
+    without, carried, trained = ({part.name: part.bytes for part in estimate_memory(ask, layout)} for ask in asks)
+    assert carried["weights"] - without["weights"] == 2 * (more.parameters - model.parameters) / 512, "frozen, in bf16"
+    assert trained["weights"] - without["weights"] == 4 * (more.parameters - model.parameters) / 512
+    assert without["optimiser"] == carried["optimiser"] < trained["optimiser"]
+    assert without["activations"] == carried["activations"] < trained["activations"]
+    flops = [plan_run(ask).effort.flops for ask in asks]
+    assert flops[0] == flops[1]
+    assert flops[2] / flops[0] == pytest.approx(more.count_flops_per_token(True) / model.count_flops_per_token())
+    lines = [next(line for line in make_plan_lines(plan_run(ask)) if "FLOPs per token" in str(line)) for ask in asks]
+    assert str(lines[0]) == str(lines[1]) != str(lines[2])

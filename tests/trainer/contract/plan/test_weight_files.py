@@ -15,7 +15,7 @@ from tests.support.messages import refused
 from tests.support.trainer.public_configs import CONFIGS
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.hf_config import read_config
-from trainer.contract.plan.weight_files import WeightFiles, compare_weights
+from trainer.contract.plan.weight_files import WeightFiles, compare_weights, drop_absent_layers
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
@@ -57,15 +57,19 @@ def test_files_that_config_json_describes_are_counted_and_files_of_another_model
     name: str, tmp_path: Path
 ) -> None:
     tensors = make_folder(tmp_path, name)
-    whole = sum(tensor.numel() for tensor in tensors.values())
+    # copies of embedding and head in the layer for multi-token prediction count once
+    own = {
+        key: one
+        for key, one in tensors.items()
+        if not key.endswith(("4.embed_tokens.weight", "shared_head.head.weight"))
+    }
+    whole = sum(tensor.numel() for tensor in own.values())
     public = read_config(tmp_path)
-    biases = 0 if name != "GLM-4.5-Air" else 3 * 4  # of the routers of three layers, which are no parameters
+    biases = 0 if name != "GLM-4.5-Air" else 4 * 4  # of the routers of four layers, which are no parameters
     assert whole == public.spec.parameters + biases
-    wanted = WeightFiles(2, len(tensors), whole, 2 * whole)
+    wanted = WeightFiles(2, len(own), whole, 2 * whole)
     assert compare_weights(public, tmp_path) == wanted
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    if public.config.get("num_nextn_predict_layers"):
-        more["model.layers.4.eh_proj.weight"] = torch.zeros(8, 16)
     save(tmp_path, tensors | more)
     assert compare_weights(public, tmp_path) == wanted, "what is not imported does not count"
     lacks = "model.layers.1.self_attn.o_proj.weight"
@@ -73,6 +77,20 @@ def test_files_that_config_json_describes_are_counted_and_files_of_another_model
     with refused("plan.other_weights", RecipeError, held=whole - tensors[lacks].numel(), described=whole) as error:
         compare_weights(public, tmp_path)
     assert error.value.data["first"].data["tensor"] == lacks
+
+
+def test_layers_for_multi_token_prediction_that_the_files_lack_are_not_planned(tmp_path: Path) -> None:
+    """transformers writes such a folder: its class drops the layers, but its config.json still counts them."""
+    tensors = make_folder(tmp_path, "GLM-4.5-Air")
+    public = read_config(tmp_path)
+    assert public.spec.multi_token_layers == 1 and drop_absent_layers(public, tmp_path) == public
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.4.")}
+    save(tmp_path, kept)
+    found = compare_weights(public, tmp_path)
+    assert found is not None and found.tensors == len(kept)
+    assert drop_absent_layers(public, tmp_path).spec == public.spec.without_multi_token
+    (tmp_path / "model-1-of-2.safetensors").unlink()
+    assert drop_absent_layers(public, tmp_path) == public, "compare_weights says what is missing"
 
 
 def test_another_number_of_layers_in_config_json_is_refused_with_both_numbers(tmp_path: Path) -> None:
