@@ -91,6 +91,9 @@ def write(spec: ModelSpec) -> dict[str, Any]:
             "qk_rope_head_dim": latent.rope_head_dim,
             "v_head_dim": latent.v_head_dim,
             "num_nextn_predict_layers": spec.multi_token_layers,
+            # transformers' class routes in no other way; vLLM's reads how, and else takes softmax without a bias
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
         }
     )
 

@@ -38,8 +38,9 @@ VLLM_CPU_LATENT = (
     512,
     64,
 )  # kv_rank and rope_head_dim, of DeepSeek-V3 itself (vllm/v1/attention/backends/mla/cpu_mla.py)
-# Families whose class in vLLM 0.32 has a window in all layers or in none (vllm/model_executor/models/qwen2.py).
-VLLM_ONE_WINDOW = ("qwen2", "qwen3")
+# Families whose class in vLLM 0.32 (vllm/model_executor/models) has a window in all layers or in none (qwen2.py), and families whose class drops the
+# bias of attention's output (qwen3.py, qwen3_moe.py).
+VLLM_ONE_WINDOW, VLLM_NO_OUT_BIAS = ("qwen2", "qwen3"), ("qwen3", "qwen3_moe")
 
 
 @dataclass
@@ -118,10 +119,17 @@ def make_engine_detail(engine: str, detail: str) -> Message:
 def find_vllm_obstacle(spec: ModelSpec) -> Message | None:
     """Return why vLLM cannot run a model on this machine; None if there is no known reason. vLLM has the class of each family."""
     windows = {spec.layer(number).window for number in range(spec.layers)}
-    if len(windows) > 1 and (family := find_family_for_export(spec).name) in VLLM_ONE_WINDOW:
+    family = find_family_for_export(spec).name if len(windows) > 1 or spec.attention_out_bias else ""
+    if len(windows) > 1 and family in VLLM_ONE_WINDOW:
         return Message(
             "engine_process.mixed_windows",
             "vLLM's class for {family} has a window in all layers or in none, and this model has one in some",
+            family=family,
+        )
+    if spec.attention_out_bias and family in VLLM_NO_OUT_BIAS:
+        return Message(
+            "engine_process.no_out_bias",
+            "vLLM's class for {family} has no bias of attention's output, and this model has one",
             family=family,
         )
     scaling = spec.rope_scaling
@@ -137,11 +145,18 @@ def find_vllm_obstacle(spec: ModelSpec) -> Message | None:
         return None
     if spec.latent is not None:
         found = (spec.latent.kv_rank, spec.latent.rope_head_dim)
-        return None if found == VLLM_CPU_LATENT else Message(
-            "engine_process.no_latent",
-            "vLLM on a CPU supports multi-head latent attention only with the ranks {known}, and the model has {found}",
-            known=VLLM_CPU_LATENT, found=found,
-        )  # fmt: skip
+        if found != VLLM_CPU_LATENT:
+            return Message(
+                "engine_process.no_latent",
+                "vLLM on a CPU supports multi-head latent attention only with the ranks {known}, and the model has {found}",
+                known=VLLM_CPU_LATENT, found=found,
+            )  # fmt: skip
+        if spec.rope_scaling is None:
+            return Message(
+                "engine_process.latent_without_yarn",
+                "vLLM on a CPU computes other logits for multi-head latent attention without YaRN",
+            )
+        return None
     if spec.head_dim in VLLM_CPU_HEAD_DIMS:
         return None
     return Message(

@@ -173,12 +173,17 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "some layers of smollm3 with a window": ({"family": "smollm3", "qk_norm": False, "windows": [9, None]}, ""),
     "YaRN for fewer positions than the model has": ({"rope_scaling": YARN | {"factor": 3.0}}, "short_yarn"),
     "YaRN": ({"rope_scaling": YARN}, ""),
+    "biases of attention in qwen3": ({"family": "qwen3", "qkv_bias": True, "attention_out_bias": True}, "no_out_bias"),
+    "biases of attention in llama": ({"family": "llama", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True}, ""),
     "narrow heads": ({"head_dim": 16}, "no_head_dim"),
     "small latent attention": (
         {"qk_norm": False, "head_dim": 14, "latent": LATENT | {"kv_rank": 16, "rope_head_dim": 6}}, "no_latent"
     ),
+    "latent attention without YaRN": (
+        {"qk_norm": False, "head_dim": 72, "latent": LATENT | {"kv_rank": 512, "rope_head_dim": 64}}, "latent_without_yarn"
+    ),
     "DeepSeek-V3's latent attention": (
-        {"qk_norm": False, "head_dim": 72, "latent": LATENT | {"kv_rank": 512, "rope_head_dim": 64}}, ""
+        {"rope_scaling": YARN, "qk_norm": False, "head_dim": 72, "latent": LATENT | {"kv_rank": 512, "rope_head_dim": 64}}, ""
     ),
 }  # fmt: skip
 
@@ -186,7 +191,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_vllm_cannot_compute_is_named_before_it_starts(name: str) -> None:
     keys, code = OBSTACLES[name]
-    if code in ("no_head_dim", "no_latent") and Path("/dev/nvidia0").exists():
+    if code in ("no_head_dim", "no_latent", "latent_without_yarn") and Path("/dev/nvidia0").exists():
         pytest.skip("vLLM computes it on a GPU")
     found = find_vllm_obstacle(ModelSpec(**{**SPEC, **keys}))
     assert (found.code if found else "") == (f"engine_process.{code}" if code else "")

@@ -32,6 +32,8 @@ PROMPTS = (16, 5)  # lengths: one request asks for the continuations of both
 TOKENIZER_OF_FAMILY = {
     "llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen2.5", "qwen3_moe": "qwen2.5", "smollm3": "smollm2", "olmo2": "tagged",
     "mistral": "mistral", "gemma2": "gemma", "gemma3_text": "gemma", "glm4_moe": "tagged", "deepseek_v3": "llama3",
+    "olmo3": "tagged", "exaone4": "tagged", "seed_oss": "tagged", "mixtral": "mistral", "olmoe": "tagged", "nanochat": "tagged", "phi3": "tagged",
+    "gpt_oss": "tagged",
 }  # fmt: skip
 
 
