@@ -55,8 +55,9 @@ def shrink_recipe(recipe: Recipe) -> Recipe:
     )
     batch = recipe.batch.model_copy(update={"sequences": 8, "micro_sequences": None, "warmup": []})
     adapt, freeze = fit_to_smaller_model(model, recipe.adapt, recipe.freeze)
-    changes = {"model": model, "batch": batch, "adapt": adapt, "freeze": freeze, "export_dtypes": {}}
-    return recipe.model_copy(update=changes)
+    return recipe.model_copy(
+        update={"model": model, "batch": batch, "adapt": adapt, "freeze": freeze, "export_dtypes": {}}
+    )
 
 
 def make_random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:

@@ -19,12 +19,8 @@ class ImportedLicence:
     text: str = ""  # of the licence's file, if there is one
 
 
-RATE_FOUND = (
-    "rate_found"  # event when a range test found the learning rate for the first training: the fields of ``FoundRate``
-)
-RATE_NOT_SEARCHED = (
-    "rate_not_searched"  # event when it was not searched, or the test failed: {reason: a message as JSON}
-)
+# Events of the first training: the rate that a range test found (the fields of ``FoundRate``), or why there is none ({reason: a message as JSON}).
+RATE_FOUND, RATE_NOT_SEARCHED = "rate_found", "rate_not_searched"
 
 
 def find_import(db: SqlReader) -> SegmentRow | None:

@@ -28,7 +28,7 @@ from tests.support.factory.own_data import DATA, passages, write_shards
 from tests.support.lent_libraries import lend
 from tests.support.messages import codes, refused
 from tests.support.plants.trained_plant import close, opened, train_trunk
-from tests.support.trainer.public_model import save_public_model
+from tests.support.trainer.public_model import CARD, save_public_model
 
 # What a team of a laptop would lower. The rate, and the line that names its source, stay as the import wrote them.
 CHANGES = {
@@ -40,6 +40,23 @@ CHANGES = {
 STEPS = 32  # that 200 steps of four micro-batches allow
 
 
+def make(folder: Path, source: Path, repository: Path) -> Plant:
+    """A workspace from a model, with documents and no training."""
+    make_imported_workspace(folder, ImportOptions(source, context=128), repository, SILENT)
+    workspace, ledger = opened(folder)
+    lend(workspace)
+    text = workspace.recipe_path().read_text()
+    for old, new in CHANGES.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    workspace.recipe_path().write_text(text)
+    (folder / "documents").mkdir()
+    first, _ = write_shards(folder / "documents", DATA["three-domain prose"])
+    plant = Plant(workspace, ledger)
+    ingest_shard(plant, first)
+    return plant
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace of the journey's small model, with documents and no training."""
@@ -48,17 +65,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_public_model(source, [one.text for one in passages()[::2]], vocab_size=1024, **sizes)
-    make_imported_workspace(root / "plant", ImportOptions(source, context=128), make_target(root / "code"), SILENT)
-    workspace, ledger = opened(root / "plant")
-    lend(workspace)
-    text = workspace.recipe_path().read_text()
-    for old, new in CHANGES.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    workspace.recipe_path().write_text(text)
-    first, _ = write_shards(root, DATA["three-domain prose"])
-    ingest_shard(Plant(workspace, ledger), first)
-    close(workspace, ledger)
+    plant = make(root / "plant", source, make_target(root / "code"))
+    close(plant.workspace, plant.ledger)
     return root / "plant"
 
 
@@ -102,19 +110,44 @@ def test_a_found_rate_is_recorded_and_is_not_worse_on_held_out_documents_than_th
     assert len(events(plant, RATE_FOUND)) == 1 and events(plant, RATE_NOT_SEARCHED) == []
 
     set_steps(plant, 100)
-    losses = {}
-    for name, lr in (("import", imported), ("found", rate)):
-        other = Plant(*opened(shutil.copytree(plant.workspace.root, tmp_path / name, symlinks=True)))
-        recipe = yaml.safe_load(other.workspace.recipe_path().read_text())
-        recipe["optimizer"]["lr"] = lr
-        other.workspace.recipe_path().write_text(yaml.safe_dump(recipe | {"compile": False}))
-        export = CandidateRow.get(other.ledger, export_candidate(other, train_trunk(other.workspace, other.ledger)))
-        losses[name] = load_held_out_loss_meter(other).measure_loss(Path(export.export_path))
-        close(other.workspace, other.ledger)
+    losses = [train_copy(plant, tmp_path / name, lr)[0] for name, lr in (("import", imported), ("found", rate))]
+    print(f"\nheld-out bits per byte: {losses[0]:.4f} with {imported:.1e}, {losses[1]:.4f} with {rate:.1e}")
+    assert losses[1] <= losses[0]
+
+
+@pytest.mark.long(
+    "trains a model, imports it, finds its rate, and trains it with each of two rates: three minutes of a busy core"
+)
+def test_a_rate_that_is_found_for_a_trained_model_is_not_worse_than_the_imports_rate(
+    plant: Plant, tmp_path: Path
+) -> None:
+    set_steps(plant, 150)
+    before, source = train_copy(plant, tmp_path / "first", 0.003)
+    (source / "README.md").write_text(CARD)
+    again = make(tmp_path / "second", source, plant.workspace.repository)
+    imported = load_recipe(again.workspace).optimizer.lr
+    find_rate_if_due(again)
+    rate = load_recipe(again.workspace).optimizer.lr
+    assert [one["rate"] for one in events(again, RATE_FOUND)] == [rate] and 0.1 * imported <= rate <= 10 * imported
+    set_steps(again, 60)
+    losses = [train_copy(again, tmp_path / name, lr)[0] for name, lr in (("import", imported), ("found", rate))]
     print(
-        f"\nheld-out bits per byte: {losses['import']:.4f} with {imported:.1e}, {losses['found']:.4f} with {rate:.1e}"
+        f"\nheld-out bits per byte: {before:.4f} before, {losses[0]:.4f} with {imported:.1e}, {losses[1]:.4f} with {rate:.1e}"
     )
-    assert losses["found"] <= losses["import"]
+    assert losses[1] <= losses[0]
+
+
+def train_copy(plant: Plant, folder: Path, rate: float) -> tuple[float, Path]:
+    """Train a copy of a workspace with a rate. Returns (its held-out bits per byte, its export)."""
+    copied = Plant(*opened(shutil.copytree(plant.workspace.root, folder, symlinks=True)))
+    recipe = yaml.safe_load(copied.workspace.recipe_path().read_text())
+    recipe["optimizer"]["lr"] = rate
+    copied.workspace.recipe_path().write_text(yaml.safe_dump(recipe | {"compile": False}))
+    candidate = export_candidate(copied, train_trunk(copied.workspace, copied.ledger))
+    export = Path(CandidateRow.get(copied.ledger, candidate).export_path)
+    loss = load_held_out_loss_meter(copied).measure_loss(export)
+    close(copied.workspace, copied.ledger)
+    return loss, export
 
 
 def test_a_test_that_was_interrupted_keeps_the_runs_that_ended(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
