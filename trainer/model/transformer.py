@@ -175,7 +175,7 @@ class Block(nn.Module):
             if name not in shapes:
                 self.register_parameter(name, None)
         self.placement = NORM_PLACEMENTS[shape.norms]
-        self.norm_weight = self.weight_plus_one if shape.norm_plus_one else self.weight
+        self.norm_weight: Callable[[Any], Tensor] = self.weight_plus_one if shape.norm_plus_one else self.weight
         if not shape.norm_weights:
             self.norm_weight = self.make_unit_weight
             for name, size in list_unit_norms(shape, layer).items():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ import torch
 from kernels.contract.registry import bind_ops
 from models.adapters import FAMILIES, convert_to_native
 from models.adapters.config_reader import ModelFilesError
+from models.adapters.family import drop_training_keys
 from tests.support.models.proof import list_file_tensors
 from tests.support.models.small_models import randomise_weights
 from trainer.model.transformer import Decoder
@@ -140,6 +142,8 @@ def compare(family: str, seed: int) -> tuple[str, float]:
     files = list_file_tensors(theirs, theirs.state_dict())
     ours = Decoder(spec, bind_ops({}), torch.float32)
     ours.load_state_dict(dict(convert_to_native(spec, adapter, files.__getitem__)))
+    saved = adapter.read_config(json.loads(config.to_json_string()), "as transformers writes it")
+    assert drop_training_keys(saved) == drop_training_keys(spec)
     with torch.no_grad():
         found = ours.logits(tokens_BT, torch.arange(LENGTH).expand_as(tokens_BT), torch.zeros_like(tokens_BT).int())
     return "equal", float((found - expected).abs().max())
