@@ -517,7 +517,8 @@ class Decoder(nn.Module):
                 for state_BSD, one in zip(states, shifted, strict=True)
             ]
             weights = [self.tensor.take_own_positions(one.weights_BT).flatten() for one in shifted]
-            loss = loss + multi_token.add_multi_token_sums(objective, *zip(*found, strict=True), weights)
+            losses, nlls = [one for one, _ in found], [nll_N for _, nll_N in found]
+            loss = loss + multi_token.add_multi_token_sums(objective, losses, nlls, weights)
         if not extras:
             return loss, nll_BS, None
         every = torch.stack(extras)
