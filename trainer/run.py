@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import is_trained, list_frozen
 from trainer.cuda_graphs import CudaGraphCapture, GraphCapture, GraphReplayer, decide_use_of_graphs
 from trainer.frozen_weights import compute_crc, describe_unchanged, iterate_weights, open_weights, read_adapt_recipe
+from trainer.model.multi_token import MultiTokenObjective
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_numbers_to_host
 from trainer.monitor.metrics import device_name, measure_peak_memory_bytes
@@ -39,9 +40,6 @@ from trainer.optim.optimizer import Optimizer, compute_sums_of_squares
 from trainer.optim.schedule import compute_lr_share
 from trainer.parallel.ranks import Ranks, get_local_part, is_first_rank_with_part
 from trainer.parallel.replicas import find_differing_tensors
-
-if TYPE_CHECKING:
-    from trainer.model.multi_token import MultiTokenObjective
 
 
 class BatchSums:
@@ -162,8 +160,6 @@ class SegmentRun:
         )
         self.objective: MultiTokenObjective | None = None
         if depths:
-            from trainer.model.multi_token import MultiTokenObjective
-
             self.objective = MultiTokenObjective(recipe.multi_token_weight, self.sums.multi_token)
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
         self.graphs: GraphReplayer[LayerInputs] | None = None

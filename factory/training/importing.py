@@ -163,7 +163,9 @@ def _write_checkpoint(
                     "workspace.", place=place,
                 )  # fmt: skip
             refuse_full_disk(folder, source)
-            shapes = list_tensor_shapes(source.spec)
+            # A workspace from before layers for multi-token prediction were imported has none, though its source may.
+            older = not row.recipe_json["model"].get("multi_token_layers", 0)
+            shapes = list_tensor_shapes(source.spec.without_multi_token if older else source.spec)
             state = {
                 "recipe": row.recipe_json,
                 "imported": {"name": plan["name"], "files": plan["files"]},
@@ -171,7 +173,7 @@ def _write_checkpoint(
             }
 
             def tensors() -> Iterator[Any]:
-                yield from source.iterate_tensors(task.advance)
+                yield from (one for one in source.iterate_tensors(task.advance) if one[0] in shapes)
                 source.refuse_changed_files()
 
             return write_imported_checkpoint(checkpoints, shapes, tensors(), state)

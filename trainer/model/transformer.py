@@ -24,18 +24,24 @@ from kernels.contract.registry import Ops
 from kernels.general_attention.visible_keys import VisibleKeys
 from models.rope import compute_alibi_slopes, compute_rope_frequencies
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, Shape, list_block_shapes, list_tensor_shapes, list_unit_norms
+from models.tensors import (
+    BUFFERS,
+    MULTI_TOKEN,
+    Shape,
+    list_block_shapes,
+    list_multi_token_shapes,
+    list_tensor_shapes,
+    list_unit_norms,
+)
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_shapes
 from trainer.contract.recipe import is_trained
-from trainer.model import fp8
+from trainer.model import fp8, multi_token
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
 from trainer.model.lora import choose_change, set_dora_lengths
+from trainer.model.multi_token import MultiTokenObjective, ShiftedBatch
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
-
-if TYPE_CHECKING:
-    from trainer.model.multi_token import MultiTokenObjective, ShiftedBatch
 
 # The outputs of these matrices, and these vectors, are heads or hidden units.
 SPLIT_BY_ROWS = (
@@ -323,6 +329,38 @@ def allocate_tensors(module: nn.Module, shapes: Mapping[str, Shape], trained: Tr
             module.register_parameter(name, trained.make_parameter(name, shape))
 
 
+class MultiTokenLayer(Block):
+    """token_BSD, state_BSD → (state_BSD, extras). A ``Block`` whose input joins the two. The result is after ``output_norm``."""
+
+    def __init__(
+        self, shape: ModelSpec, depth: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks, trained: Trained
+    ) -> None:
+        """``depth``: counted from 0. ``trained``: which parameters of the model. LoRA adapts none of these."""
+        number, trained = shape.layers + depth, trained._replace(prefix=f"{MULTI_TOKEN}.{depth}.")
+        super().__init__(shape, number, ops, dtype, tensor, trained)
+        of_block = list_block_shapes(shape, number)
+        shapes = list_multi_token_shapes(shape, depth)
+        allocate_tensors(self, {name: size for name, size in shapes.items() if name not in of_block}, trained)
+
+    def forward(  # type: ignore[override]
+        self,
+        token_BSD: Tensor,
+        state_BSD: Tensor,
+        cos_BTK: Tensor,
+        sin_BTK: Tensor,
+        documents_BT: Tensor,
+        prepared_documents: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``documents_BT``: of the shifted batch. ``prepared_documents``: of the batch itself, so that every layer shares them."""
+        joined_BSX = torch.cat((self.norm(token_BSD, "token_norm"), self.norm(state_BSD, "state_norm")), dim=-1)
+        x_BSD = F.linear(joined_BSX, self.weight(self.join))
+        x_BSD, extras = super().forward(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
+        return self.norm(x_BSD, "output_norm"), extras
+
+    def norm(self, x_BSD: Tensor, name: str) -> Tensor:
+        return self.ops.rms_norm(x_BSD, self.norm_weight(getattr(self, name)), self.shape.norm_eps)  # type: ignore[no-any-return]
+
+
 class Decoder(nn.Module):
     """The model: tokens, positions, documents [B, T] → hidden states. ``loss`` and ``logits`` apply the head, the embedding if it is tied.
 
@@ -358,13 +396,11 @@ class Decoder(nn.Module):
             for layer in range(shape.layers)
         ]
         self.blocks = nn.ModuleList(blocks)
-        self.multi_token = nn.ModuleList()
-        if shape.multi_token_layers:
-            from trainer.model import multi_token  # it imports this file
-
-            for depth in range(shape.multi_token_layers):
-                self.multi_token.append(multi_token.MultiTokenLayer(shape, depth, ops, dtype, self.tensor, trained))
-        self.every_block: list[Block] = [*blocks, *self.multi_token]  # type: ignore[list-item]
+        ahead = [
+            MultiTokenLayer(shape, depth, ops, dtype, self.tensor, trained) for depth in range(shape.multi_token_layers)
+        ]
+        self.multi_token = nn.ModuleList(ahead)
+        self.every_block: list[Block] = [*blocks, *ahead]
         names = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         assert {name for name in names if not is_lora_tensor(name)} == shapes.keys()
         self.head_name = "embedding" if shape.tied else "head"
@@ -577,8 +613,6 @@ class Decoder(nn.Module):
         """
         shifted: list[ShiftedBatch] = []
         if objective is not None:
-            from trainer.model import multi_token
-
             depths = range(1, 1 + len(self.multi_token))
             shifted = [multi_token.shift_batch(targets_BT, weights_BT, documents_BT, depth) for depth in depths]
         x_BSD, extras, states = self(tokens_BT, positions_BT, documents_BT, stretches, shifted)
@@ -590,7 +624,8 @@ class Decoder(nn.Module):
                 for state_BSD, one in zip(states, shifted, strict=True)
             ]
             weights = [self.tensor.take_own_positions(one.weights_BT).flatten() for one in shifted]
-            loss = loss + multi_token.add_multi_token_sums(objective, *zip(*found, strict=True), weights)
+            losses, nlls = [one for one, _ in found], [nll_N for _, nll_N in found]
+            loss = loss + multi_token.add_multi_token_sums(objective, losses, nlls, weights)
         if not extras:
             return loss, nll_BS, None
         every = torch.stack(extras)
@@ -609,12 +644,10 @@ class Decoder(nn.Module):
     def multi_token_logits(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
         """The logits [B, S, V] of each layer for multi-token prediction, for tests and for measuring drafts. ``batch``: ``tokens_BT``,
         ``targets_BT``, ``positions_BT`` and ``documents_BT`` of a ``Batch``."""
-        from trainer.model.multi_token import shift_batch
-
         targets_BT, documents_BT = batch["targets_BT"], batch["documents_BT"]
         weights_BT = torch.zeros_like(targets_BT, dtype=torch.float32)
         depths = range(1, 1 + len(self.multi_token))
-        shifted = [shift_batch(targets_BT, weights_BT, documents_BT, depth) for depth in depths]
+        shifted = [multi_token.shift_batch(targets_BT, weights_BT, documents_BT, depth) for depth in depths]
         *_, states = self(batch["tokens_BT"], batch["positions_BT"], documents_BT, 0, shifted)
         return [self._compute_logits(state_BSD) for state_BSD in states]
 
