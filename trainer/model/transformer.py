@@ -30,7 +30,7 @@ from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_s
 from trainer.contract.recipe import is_trained
 from trainer.model import fp8
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
-from trainer.model.lora import choose_change, set_dora_lengths
+from trainer.model.lora import multiply_adapted, set_dora_lengths
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -145,8 +145,6 @@ class Block(nn.Module):
         owned = Trained(f"blocks.{layer}.", adapt, freeze, frozen_dtype)
         allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), owned)
         self.joined_frozen: dict[tuple[str, ...], Tensor] = {}  # matrices whose parameters are its rows
-        self.change = choose_change(adapt)
-        self.adapt_rank = adapt.rank if adapt else 0
         self.adapted = frozenset(name.removesuffix(A) for name in list_lora_shapes(shapes, adapt) if name.endswith(A))
         self.adapt_scale = adapt.scale if adapt else 0.0
         for name in OPTIONAL:
@@ -234,22 +232,24 @@ class Block(nn.Module):
 
     def product(self, x_BTD: Tensor, name: str) -> Tensor:
         """x matrixᵀ, with what LoRA adds to the matrix if it is adapted."""
-        (y_BTX,) = self.change(self, [self.multiply(x_BTD, self.weight(getattr(self, name)))], x_BTD, (name,))
-        return y_BTX
+        if name in self.adapted:
+            return multiply_adapted(self, x_BTD, (name,))[0]
+        return self.multiply(x_BTD, self.weight(getattr(self, name)))
 
     def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """``product`` for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
+        if not self.adapted.isdisjoint(names):
+            return multiply_adapted(self, h_BTD, names)
         weights = [self.weight(getattr(self, name)) for name in names]
-        products: Sequence[Tensor]
         if self.joined:
             joined_XD = self.joined_frozen.get(tuple(names))
             joined_BTX = self.multiply(h_BTD, torch.cat(weights) if joined_XD is None else joined_XD)
-            products = joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        elif self.fp8:
-            products = fp8.apply_several_fp8_linears(h_BTD, weights)
-        else:
-            products = [F.linear(h_BTD, weight) for weight in weights]
-        return self.change(self, products, h_BTD, names)
+            return joined_BTX.split([len(weight) for weight in weights], dim=-1)
+        return (
+            fp8.apply_several_fp8_linears(h_BTD, weights)
+            if self.fp8
+            else [F.linear(h_BTD, weight) for weight in weights]
+        )
 
     def biased_products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """The same as ``products``, with each matrix's bias added."""
