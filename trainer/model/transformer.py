@@ -262,16 +262,16 @@ class Block(nn.Module):
 
     def join_frozen_matrices(self) -> None:
         """Give matrices that are multiplied together, and are never updated, one storage, so that no product joins copies of them."""
+        joined: set[str] = set()
         for names in JOINED:
-            held = [
-                getattr(self, name, None) for name in names if not any(name in other for other in self.joined_frozen)
-            ]
-            if len(held) == len(names) and all(
-                matrix is not None and not matrix.requires_grad and matrix.dtype == self.dtype for matrix in held
-            ):
-                joined_XD = self.joined_frozen[names] = torch.cat([matrix.data for matrix in held])
-                for matrix, rows in zip(held, joined_XD.split([len(matrix) for matrix in held]), strict=True):
-                    matrix.data = rows
+            found = [self._parameters.get(name) for name in names if name not in joined]
+            held = [matrix for matrix in found if matrix is not None]
+            if len(held) < len(names) or any(matrix.requires_grad or matrix.dtype != self.dtype for matrix in held):
+                continue
+            joined |= set(names)
+            joined_XD = self.joined_frozen[names] = torch.cat([matrix.data for matrix in held])
+            for matrix, rows in zip(held, joined_XD.split([len(matrix) for matrix in held]), strict=True):
+                matrix.data = rows
 
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""
@@ -425,7 +425,7 @@ class Decoder(nn.Module):
         kernels' time on an H200 for a model of 1 B weights."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
-            block.join_frozen_matrices()
+            block.join_frozen_matrices()  # type: ignore[operator]
 
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8. Routers, routed experts and the head stay in bf16."""
