@@ -64,7 +64,7 @@ def iterate_weights(start: Path, weights: Mapping[str, Tensor], regions: Regions
 
 def compute_crc(tensor: Tensor) -> int:
     """CRC-32 of the bytes of a tensor on the CPU."""
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def describe_unchanged(

@@ -180,6 +180,11 @@ for chunks.GPU_TOKENS in (8192, 2, 1):
     for a, b in zip((*found, *torch.autograd.grad(found[0], (x, weight))),
                     (*expected, *torch.autograd.grad(expected[0], (x, weight)))):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+whole = torch.autograd.grad(fused.linear_cross_entropy(x, weight, targets, weights, 1e-2)[0], (x, weight))
+for position, leaf in enumerate((x, weight)):  # the other one is frozen
+    given = [one if one is leaf else one.detach() for one in (x, weight)]
+    (alone,) = torch.autograd.grad(fused.linear_cross_entropy(*given, targets, weights, 1e-2)[0], leaf)
+    assert torch.equal(alone, whole[position])
 with torch.no_grad():
     assert torch.equal(fused.linear_cross_entropy(x, weight, targets, weights, 1e-2)[0], found[0])
     masked = fused.linear_cross_entropy(x.index_fill(0, torch.tensor([3]), float("nan")), weight, targets, weights, 0.0)

@@ -38,7 +38,7 @@ from trainer.contract.lora import A, AdaptRecipe, B, is_lora_tensor, list_lora_s
 from trainer.contract.recipe import is_trained
 from trainer.model import fp8, multi_token
 from trainer.model.attention import Visibility, choose_attention, choose_visibility
-from trainer.model.lora import choose_change, set_dora_lengths
+from trainer.model.lora import multiply_adapted, set_dora_lengths
 from trainer.model.multi_token import MultiTokenObjective, ShiftedBatch
 from trainer.parallel.ranks import get_local_part
 from trainer.parallel.tensor_ranks import TensorRanks
@@ -173,8 +173,6 @@ class Block(nn.Module):
         shapes = list_block_shapes(shape, layer)
         allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), trained)
         self.joined_frozen: dict[tuple[str, ...], Tensor] = {}  # matrices whose parameters are its rows
-        self.change = choose_change(adapt)
-        self.adapt_rank = adapt.rank if adapt else 0
         self.adapted = frozenset(name.removesuffix(A) for name in list_lora_shapes(shapes, adapt) if name.endswith(A))
         self.adapt_scale = adapt.scale if adapt else 0.0
         for name in OPTIONAL:
@@ -272,22 +270,24 @@ class Block(nn.Module):
 
     def product(self, x_BTD: Tensor, name: str) -> Tensor:
         """x matrixᵀ, with what LoRA adds to the matrix if it is adapted."""
-        (y_BTX,) = self.change(self, [self.multiply(x_BTD, self.weight(getattr(self, name)))], x_BTD, (name,))
-        return y_BTX
+        if name in self.adapted:
+            return multiply_adapted(self, x_BTD, (name,))[0]
+        return self.multiply(x_BTD, self.weight(getattr(self, name)))
 
     def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """``product`` for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
+        if not self.adapted.isdisjoint(names):
+            return multiply_adapted(self, h_BTD, names)
         weights = [self.weight(getattr(self, name)) for name in names]
-        products: Sequence[Tensor]
         if self.joined:
             joined_XD = self.joined_frozen.get(tuple(names))
             joined_BTX = self.multiply(h_BTD, torch.cat(weights) if joined_XD is None else joined_XD)
-            products = joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        elif self.fp8:
-            products = fp8.apply_several_fp8_linears(h_BTD, weights)
-        else:
-            products = [F.linear(h_BTD, weight) for weight in weights]
-        return self.change(self, products, h_BTD, names)
+            return joined_BTX.split([len(weight) for weight in weights], dim=-1)
+        return (
+            fp8.apply_several_fp8_linears(h_BTD, weights)
+            if self.fp8
+            else [F.linear(h_BTD, weight) for weight in weights]
+        )
 
     def biased_products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
         """The same as ``products``, with each matrix's bias added."""
@@ -300,16 +300,16 @@ class Block(nn.Module):
 
     def join_frozen_matrices(self) -> None:
         """Give matrices that are multiplied together, and are never updated, one storage, so that no product joins copies of them."""
+        joined: set[str] = set()
         for names in JOINED:
-            held = [
-                getattr(self, name, None) for name in names if not any(name in other for other in self.joined_frozen)
-            ]
-            if len(held) == len(names) and all(
-                matrix is not None and not matrix.requires_grad and matrix.dtype == self.dtype for matrix in held
-            ):
-                joined_XD = self.joined_frozen[names] = torch.cat([matrix.data for matrix in held])
-                for matrix, rows in zip(held, joined_XD.split([len(matrix) for matrix in held]), strict=True):
-                    matrix.data = rows
+            found = [self._parameters.get(name) for name in names if name not in joined]
+            held = [matrix for matrix in found if matrix is not None]
+            if len(held) < len(names) or any(matrix.requires_grad or matrix.dtype != self.dtype for matrix in held):
+                continue
+            joined |= set(names)
+            joined_XD = self.joined_frozen[names] = torch.cat([matrix.data for matrix in held])
+            for matrix, rows in zip(held, joined_XD.split([len(matrix) for matrix in held]), strict=True):
+                matrix.data = rows
 
     def weight_plus_one(self, parameter: Tensor) -> Tensor:
         """1 + a norm's weight, in fp32: in bf16 the sum would lose most of a small weight."""

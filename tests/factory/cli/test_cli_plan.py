@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from factory.cli import continuing_plan
 from factory.cli.app import app
 from factory.core.errors import FactoryError
 from factory.presets.presets import Hardware
+from kernels.linear_cross_entropy import chunks, cpp
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -21,6 +23,7 @@ from tests.support.trainer.public_configs import CONFIGS
 from tests.support.trainer.published_runs import QWEN3_30B
 from trainer.contract.plan.hf_config import read_config
 from trainer.contract.plan.run_plan import FP8
+from trainer.contract.plan.sizing import MOST_LOGITS
 
 SIZED = ["--params", "8B", "--tokens", "300B"]
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
@@ -204,3 +207,9 @@ def test_a_mistake_gets_one_line_that_names_the_option(words: list[str], code: s
 )
 def test_the_error_of_a_plan_names_the_wrong_number_or_file(words: list[str], said: str) -> None:
     assert said in str(CliRunner().invoke(app, ["plan", *words]).exception)
+
+
+def test_the_plan_knows_the_chunks_of_the_loss_heads_that_overwrite_their_logits() -> None:
+    assert continuing_plan.IN_PLACE == {"native": cpp.LEAST_TOKENS, "triton": chunks.GPU_TOKENS}
+    assert MOST_LOGITS == chunks.GPU_BYTES
+    assert continuing_plan.describe_loss_head("cuda") == (chunks.GPU_TOKENS, True)

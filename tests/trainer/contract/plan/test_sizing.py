@@ -251,6 +251,20 @@ def test_the_positions_seen_through_a_window_are_those_of_its_mask(window: int, 
     assert model.positions_seen == pytest.approx(2 * seen + context, abs=1), "a position sees itself too"
 
 
+def test_a_head_that_overwrites_its_logits_needs_them_once() -> None:
+    """Twelve bytes for each logit of 1,024 tokens, or two for each of 8,192, but no more than 2 GiB; a soft-capped head keeps more."""
+    model, layout = model_of("Llama 3 70B"), GpuLayout(8, micro_sequences=2)
+    logits = lambda model, **head: estimate_memory_parts(model, layout, 80 * GB, **head)[5].bytes
+    V = model.vocab_size
+    assert logits(model, logit_rows=1024) - logits(model, logit_rows=512, in_place=True) == V * (12 * 1024 - 2 * 512)
+    wide = model.model_copy(update={"vocab_size": 256_000})
+    assert logits(wide, logit_rows=8192, in_place=True) - logits(wide, logit_rows=1, in_place=True) == 512_000 * (
+        4194 - 1
+    )
+    capped = model.model_copy(update={"logit_softcap": 30.0})
+    assert logits(capped, logit_rows=512, in_place=True) == logits(capped, logit_rows=512)
+
+
 def test_planned_memory_is_that_measured_by_torchtitan() -> None:
     """Llama 3.1 70B, FSDP2 32 × TP 8, local batch 16, whole blocks recomputed: 71.9 GiB (table 4 of the same file).
 
