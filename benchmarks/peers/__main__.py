@@ -70,9 +70,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=whole(1), help="instead of the shape's own, where compiling all takes too long")
     made.add_argument("--only", choices=(TRAINER, SFT), help="of the others, this one alone")
     made.add_argument("--note", default="", help="a sentence for the report: what else the machine did")
+    made.add_argument("--eager-others", action="store_true", help="leave out torch.compile of the others alone")
     made.add_argument("--no-compile", action="store_true", help="leave out torch.compile, in ours too")
     made.add_argument("--plain", action="store_true", help="also the others with documents that see one another")
     made.add_argument("--kernels", type=Path, help="a kernels.yaml for ours (default: what tuning chooses here)")
+    made.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the report's other measurements, if they are of this machine and these versions",
+    )
     made.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder (default: benchmarks/results)"
     )
@@ -98,7 +104,7 @@ def checked(words: list[str] | None) -> argparse.Namespace:
 
 
 def list_sides(chosen: argparse.Namespace, with_sft: bool) -> list[Side]:
-    compiled = [False] if chosen.no_compile else [True, False]
+    compiled = [False] if chosen.no_compile or chosen.eager_others else [True, False]
     seen = [True, False] if chosen.plain else [True]
     theirs = [
         Side(name, how, hidden, chosen.micro)
@@ -176,7 +182,9 @@ def main(words: list[str] | None = None) -> int:
         with_sft = has_trl()
         if not with_sft:
             say(f"{SFT} is left out, because TRL is not installed here: pip install trl")
-        sides, found = list_sides(chosen, with_sft), []
+        sides, document = list_sides(chosen, with_sft), describe()
+        path = chosen.out / f"peers-{document['machine']['name']}.json"
+        document |= {"left_out": [] if with_sft else [SFT], "found": read_kept(path, document) if chosen.add else []}
         for context in chosen.context:
             for precision in chosen.precision:
                 work = Work(
@@ -189,7 +197,9 @@ def main(words: list[str] | None = None) -> int:
                     layers=chosen.layers,
                 )
                 with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-                    found.append(measure(chosen, work, sides, Path(folder)))
+                    found = measure(chosen, work, sides, Path(folder))
+                found |= {"commit": commit(), "load": os.getloadavg()[1], "note": chosen.note}
+                write(path, document, found)
     except Refused as refusal:
         say(str(refusal))
         return 2
@@ -199,30 +209,46 @@ def main(words: list[str] | None = None) -> int:
     except (Failed, subprocess.CalledProcessError) as error:
         say(str(error))
         return 1
-    document = describe() | {"note": chosen.note, "left_out": [] if with_sft else [SFT], "found": found}
-    document["ratios"] = [compare(one) for one in found]
-    path = chosen.out / f"peers-{document['machine']['name']}"
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    path.with_name(path.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
-    path.with_name(path.name + ".md").write_text(markdown(document))
     print(markdown(document), end="")
     return 0
 
 
+def read_kept(path: Path, document: dict[str, Any]) -> list[Any]:
+    """The measurements of the report that is there; none if there is none. Raises: Refused unless they are of this machine and these versions."""
+    if not path.is_file():
+        return []
+    there = json.loads(path.read_text())
+    other = [key for key in ("machine", "versions", "capability") if there[key] != document[key]]
+    if other:
+        raise Refused(
+            f"--add: {path.name} has another {other[0]}, {there[other[0]]}; measure everything anew, without --add"
+        )
+    return list(there["found"])
+
+
+def write(path: Path, document: dict[str, Any], found: dict[str, Any]) -> None:
+    """Put a measurement into the document, in the place of one of the same work and sides, and write the report."""
+    key = lambda one: (one["work"], [side["side"] for side in one["sides"]])
+    document["found"] = [*(one for one in document["found"] if key(one) != key(found)), found]
+    document["ratios"] = [compare(one) for one in document["found"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(document))
+
+
 def describe() -> dict[str, Any]:
-    """The machine and the versions."""
+    """The machine and the versions. Where ATEN_CPU_CAPABILITY lets torch use less than the processor has, the machine's name says so."""
     from importlib.metadata import version
 
     from kernels.contract.machine import describe_this_machine
 
+    machine, capability = describe_this_machine("cpu").to_json(), os.environ.get("ATEN_CPU_CAPABILITY", "")
     there = [name for name in PACKAGES if importlib.util.find_spec(name)]
     return {
-        "machine": describe_this_machine("cpu").to_json(),
-        "commit": commit(),
+        "machine": machine | {"name": f"{machine['name']}-emulated"} if capability else machine,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in there},
-        "load": os.getloadavg()[1],
-        "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
+        "capability": capability,
     }
 
 
