@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,8 @@ def refuse_other_function(measured: dict[Side, Measured]) -> None:
             raise Failed(f"{side} has other losses than ours, {one.losses} and {ours}: nothing is compared")
 
 
-def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: Path) -> dict[str, Any]:
-    """All rounds of one context and precision, as JSON values. Raises: Failed."""
+def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: Path) -> Iterator[dict[str, Any]]:
+    """The rounds of one context and precision until now, after each round, as JSON values. Raises: Failed."""
     from benchmarks.support.best_here import tuned_kernels
 
     say(f"context {work.context}, {work.precision}: writing weights and rows")
@@ -167,13 +168,17 @@ def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: P
             say(f"  round {number + 1} of {chosen.rounds}: {side}")
             rounds[-1][side] = train_once(folder, side, kernels)
         refuse_other_function(rounds[-1])
-    return {
-        "work": asdict(work),
-        "kernels": Path(kernels).read_text(),
-        "sides": [
-            {"side": asdict(side), "name": str(side), "rounds": [asdict(one[side]) for one in rounds]} for side in sides
-        ],
-    }
+        yield {
+            "work": asdict(work),
+            "kernels": Path(kernels).read_text(),
+            "sides": [
+                {"side": asdict(side), "name": str(side), "rounds": [asdict(one[side]) for one in rounds]}
+                for side in sides
+            ],
+            "commit": commit(),
+            "load": os.getloadavg()[1],
+            "note": chosen.note,
+        }
 
 
 def main(words: list[str] | None = None) -> int:
@@ -197,14 +202,13 @@ def main(words: list[str] | None = None) -> int:
                     layers=chosen.layers,
                 )
                 with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-                    found = measure(chosen, work, sides, Path(folder))
-                found |= {"commit": commit(), "load": os.getloadavg()[1], "note": chosen.note}
-                write(path, document, found)
+                    for found in measure(chosen, work, sides, Path(folder)):
+                        write(path, document, found)
     except Refused as refusal:
         say(str(refusal))
         return 2
     except KeyboardInterrupt:
-        say("interrupted; nothing was written")
+        say("interrupted; the rounds that were done are in the report")
         return 130
     except (Failed, subprocess.CalledProcessError) as error:
         say(str(error))
