@@ -227,7 +227,8 @@ def read_kept(path: Path, document: dict[str, Any]) -> list[Any]:
         raise Refused(
             f"--add: {path.name} has another {other[0]}, {there[other[0]]}; measure everything anew, without --add"
         )
-    return list(there["found"])
+    of_all = {key: there[key] for key in ("commit", "load", "note") if key in there}  # of reports before 2026-11-28
+    return [of_all | one for one in there["found"]]
 
 
 def write(path: Path, document: dict[str, Any], found: dict[str, Any]) -> None:
