@@ -194,6 +194,7 @@ int64_t forward(const E* q, const E* k, const E* v, const int32_t* document, E* 
     blas::brgemm_release();
   });
 }
+
 template <typename E>
 int64_t backward(const E* q, const E* k, const E* v, const int32_t* document, const E* dout, E* dq, E* dk, E* dv,
                  const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale,
@@ -293,7 +294,7 @@ extern "C" int attention_usable() {
   return true;
 }
 
-#define EXPORT(E, NAME)                                                                                               \
+#define EXPORT(E, NAME)                                                                                                \
   extern "C" int64_t attention_forward_##NAME(                                                                         \
       const E* q, const E* k, const E* v, const int32_t* document, E* o, const Strided* strides, int64_t B, int64_t T, \
       int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {                                                 \
@@ -304,5 +305,6 @@ extern "C" int attention_usable() {
       const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {   \
     return backward(q, k, v, document, dout, dq, dk, dv, strides, B, T, H, G, K, scale, threads);                      \
   }
+
 EXPORT(bf16, bf16)
 EXPORT(float, fp32)
