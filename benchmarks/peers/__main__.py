@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=whole(1), help="instead of the shape's own, where compiling all takes too long")
     made.add_argument("--only", choices=(TRAINER, SFT), help="of the others, this one alone")
     made.add_argument("--note", default="", help="a sentence for the report: what else the machine did")
+    made.add_argument("--eager-others", action="store_true", help="leave out torch.compile of the others alone")
     made.add_argument("--no-compile", action="store_true", help="leave out torch.compile, in ours too")
     made.add_argument("--plain", action="store_true", help="also the others with documents that see one another")
     made.add_argument("--kernels", type=Path, help="a kernels.yaml for ours (default: what tuning chooses here)")
+    made.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the report's other measurements, if they are of this machine and these versions",
+    )
     made.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder (default: benchmarks/results)"
     )
@@ -98,7 +105,7 @@ def checked(words: list[str] | None) -> argparse.Namespace:
 
 
 def list_sides(chosen: argparse.Namespace, with_sft: bool) -> list[Side]:
-    compiled = [False] if chosen.no_compile else [True, False]
+    compiled = [False] if chosen.no_compile or chosen.eager_others else [True, False]
     seen = [True, False] if chosen.plain else [True]
     theirs = [
         Side(name, how, hidden, chosen.micro)
@@ -146,8 +153,8 @@ def refuse_other_function(measured: dict[Side, Measured]) -> None:
             raise Failed(f"{side} has other losses than ours, {one.losses} and {ours}: nothing is compared")
 
 
-def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: Path) -> dict[str, Any]:
-    """All rounds of one context and precision, as JSON values. Raises: Failed."""
+def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: Path) -> Iterator[dict[str, Any]]:
+    """The rounds of one context and precision until now, after each round, as JSON values. Raises: Failed."""
     from benchmarks.support.best_here import tuned_kernels
 
     say(f"context {work.context}, {work.precision}: writing weights and rows")
@@ -161,13 +168,17 @@ def measure(chosen: argparse.Namespace, work: Work, sides: list[Side], folder: P
             say(f"  round {number + 1} of {chosen.rounds}: {side}")
             rounds[-1][side] = train_once(folder, side, kernels)
         refuse_other_function(rounds[-1])
-    return {
-        "work": asdict(work),
-        "kernels": Path(kernels).read_text(),
-        "sides": [
-            {"side": asdict(side), "name": str(side), "rounds": [asdict(one[side]) for one in rounds]} for side in sides
-        ],
-    }
+        yield {
+            "work": asdict(work),
+            "kernels": Path(kernels).read_text(),
+            "sides": [
+                {"side": asdict(side), "name": str(side), "rounds": [asdict(one[side]) for one in rounds]}
+                for side in sides
+            ],
+            "commit": commit(),
+            "load": os.getloadavg()[1],
+            "note": chosen.note,
+        }
 
 
 def main(words: list[str] | None = None) -> int:
@@ -176,7 +187,9 @@ def main(words: list[str] | None = None) -> int:
         with_sft = has_trl()
         if not with_sft:
             say(f"{SFT} is left out, because TRL is not installed here: pip install trl")
-        sides, found = list_sides(chosen, with_sft), []
+        sides, document = list_sides(chosen, with_sft), describe()
+        path = chosen.out / f"peers-{document['machine']['name']}.json"
+        document |= {"left_out": [] if with_sft else [SFT], "found": read_kept(path, document) if chosen.add else []}
         for context in chosen.context:
             for precision in chosen.precision:
                 work = Work(
@@ -189,40 +202,58 @@ def main(words: list[str] | None = None) -> int:
                     layers=chosen.layers,
                 )
                 with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-                    found.append(measure(chosen, work, sides, Path(folder)))
+                    for found in measure(chosen, work, sides, Path(folder)):
+                        write(path, document, found)
     except Refused as refusal:
         say(str(refusal))
         return 2
     except KeyboardInterrupt:
-        say("interrupted; nothing was written")
+        say("interrupted; the rounds that were done are in the report")
         return 130
     except (Failed, subprocess.CalledProcessError) as error:
         say(str(error))
         return 1
-    document = describe() | {"note": chosen.note, "left_out": [] if with_sft else [SFT], "found": found}
-    document["ratios"] = [compare(one) for one in found]
-    path = chosen.out / f"peers-{document['machine']['name']}"
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    path.with_name(path.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
-    path.with_name(path.name + ".md").write_text(markdown(document))
     print(markdown(document), end="")
     return 0
 
 
+def read_kept(path: Path, document: dict[str, Any]) -> list[Any]:
+    """The measurements of the report that is there; none if there is none. Raises: Refused unless they are of this machine and these versions."""
+    if not path.is_file():
+        return []
+    there = json.loads(path.read_text())
+    other = [key for key in ("machine", "versions", "capability") if there[key] != document[key]]
+    if other:
+        raise Refused(
+            f"--add: {path.name} has another {other[0]}, {there[other[0]]}; measure everything anew, without --add"
+        )
+    of_all = {key: there[key] for key in ("commit", "load", "note") if key in there}  # of reports before 2026-11-28
+    return [of_all | one for one in there["found"]]
+
+
+def write(path: Path, document: dict[str, Any], found: dict[str, Any]) -> None:
+    """Put a measurement into the document, in the place of one of the same work and sides, and write the report."""
+    key = lambda one: (one["work"], [side["side"] for side in one["sides"]])
+    document["found"] = [*(one for one in document["found"] if key(one) != key(found)), found]
+    document["ratios"] = [compare(one) for one in document["found"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(document))
+
+
 def describe() -> dict[str, Any]:
-    """The machine and the versions."""
+    """The machine and the versions. Where ATEN_CPU_CAPABILITY lets torch use less than the processor has, the machine's name says so."""
     from importlib.metadata import version
 
     from kernels.contract.machine import describe_this_machine
 
+    machine, capability = describe_this_machine("cpu").to_json(), os.environ.get("ATEN_CPU_CAPABILITY", "")
     there = [name for name in PACKAGES if importlib.util.find_spec(name)]
     return {
-        "machine": describe_this_machine("cpu").to_json(),
-        "commit": commit(),
+        "machine": machine | {"name": f"{machine['name']}-emulated"} if capability else machine,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in there},
-        "load": os.getloadavg()[1],
-        "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
+        "capability": capability,
     }
 
 

@@ -52,19 +52,18 @@ def compare(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The first line says the machine; then a table for each context and precision."""
+    """The first line says the machine; then a table for each measurement."""
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     capability = f", ATEN_CPU_CAPABILITY={document['capability']}" if document["capability"] else ""
     lines = [
-        f"{machine['name']} ({machine['processor']}, {machine['threads']} threads{capability}), {versions}, commit `{document['commit']}`, "
-        f"load {document['load']:.1f}: `python -m benchmarks.peers`",
+        f"{machine['name']} ({machine['processor']}, {machine['threads']} threads{capability}), {versions}: "
+        "`python -m benchmarks.peers`",
         "",
     ]
     for found, ratio in zip(document["found"], document["ratios"], strict=True):
-        lines += [*table(found, ratio), ""]
-    if document["note"]:
-        lines += [document["note"], ""]
+        said = [found["note"], ""] if found["note"] else []
+        lines += [*table(found, ratio), "", *said]
     if document["left_out"]:
         lines += [f"Left out: {', '.join(document['left_out'])}, because TRL is not installed (`pip install trl`).", ""]
     return "\n".join(lines)
@@ -82,8 +81,9 @@ def table(found: Mapping[str, Any], ratio: Mapping[str, Any]) -> list[str]:
         "last loss",
     ]
     fewer = f", {work['layers']} layers" if work["layers"] else ""
+    when = f" (commit `{found['commit']}`, load {found['load']:.1f})"
     lines = [
-        f"**{work['shape']}, context {work['context']}, {work['rows']} rows a step, {work['precision']}{fewer}**",
+        f"**{work['shape']}, context {work['context']}, {work['rows']} rows a step, {work['precision']}{fewer}**{when}",
         "",
         f"| {' | '.join(columns)} |",
         f"|---|{'--:|' * (len(columns) - 1)}",

@@ -25,6 +25,7 @@ from kernels.contract.op import (
     make_compiled_implementation,
     make_op,
 )
+from kernels.native import make_fallback_for_other_dtypes
 
 
 def make_document_mask(document_BT: Tensor) -> Tensor:
@@ -134,8 +135,8 @@ RECOMPUTE = Implementation(
 
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """The same as ``reference``, in C++ for bf16. ``recompute`` computes it in other dtypes, or on a CPU that cannot multiply bf16."""
-    if q_BTHK.dtype == torch.bfloat16 and attention_native.is_usable(q_BTHK.shape[-1]):
+    """The same as ``reference``, in C++ for fp32 and bf16. ``recompute`` computes it in other dtypes, and bf16 on a CPU that cannot multiply it."""
+    if attention_native.is_usable(q_BTHK.shape[-1], q_BTHK.dtype):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
@@ -145,18 +146,17 @@ def find_native_fallback(shape: Shape, dtype: torch.dtype) -> str:
 
     Raises: KernelError if the C++ cannot be compiled.
     """
-    if dtype != torch.bfloat16:
-        dtype_name = str(dtype).removeprefix("torch.")
-        why = Message("kernels.bf16_only", "the C++ kernel computes in bf16, not in {dtype}", dtype=dtype_name)
-        return f"recompute, uncompiled: {why}"
-    if not attention_native.is_usable(shape.head_dim):
+    if dtype == torch.bfloat16 and not attention_native.is_usable(shape.head_dim, dtype):
         why = Message(
             "kernels.no_bf16_products",
             "this CPU cannot multiply bf16 matrices for heads of {head_dim} elements",
             head_dim=shape.head_dim,
         )
         return f"recompute, uncompiled: {why}"
-    return ""
+    return find_fallback_for_other_dtypes(shape, dtype)
+
+
+find_fallback_for_other_dtypes = make_fallback_for_other_dtypes("recompute, uncompiled")
 
 
 NATIVE = Implementation(

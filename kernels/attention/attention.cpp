@@ -1,12 +1,13 @@
-// Causal grouped-query attention within documents, bf16, for CPUs that multiply bf16 (kernels/attention/cpp.py).
+// Causal grouped-query attention within documents, in fp32, and in bf16 on CPUs that multiply it (kernels/attention/cpp.py).
 //
 // One item of work is a key head of a row. Its keys and values are packed once for these products and stay in cache;
 // then blocks of 64 queries of each of its query heads run through: scores in fp32 over the keys that some query of
-// the block sees, softmax, products in bf16 with sums in fp32. Blocks of other documents are never touched.
+// the block sees, softmax, products in the inputs' type with sums in fp32. Blocks of other documents are never touched.
 // The backward pass computes the softmax again (arXiv 2205.14135, section 3.1).
 //
-// Packed ("VNNI") operands hold two neighbours of the summed dimension side by side: [K/2][N][2]. Packing a matrix
-// that is stored [N][K] is a transpose of 32-bit pairs; one that is stored [K][N] interleaves two rows.
+// The right operand of a product consists of 32-bit words [K/PER][N]. In fp32 a word is an element. In bf16 ("VNNI") it
+// holds two neighbours of the summed dimension. Packing a matrix that is stored [N][K] is a transpose of words; packing
+// one that is stored [K][N] copies its rows, or interleaves two of them.
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -33,22 +34,31 @@ struct Strided {  // in elements, of [B, T, heads, K] with a dense last dimensio
   int64_t b, t, h;
 };
 
+template <typename E>
+constexpr int64_t PER = 4 / sizeof(E);  // elements of a word
+
 // y [N][M] from x [M][N].
-template <typename T>
-void transpose(const T* x, int64_t x_stride, int64_t M, int64_t N, T* y, int64_t y_stride) {
-  constexpr int64_t TILE = sizeof(T) == 2 ? 32 : 16;  // what at::vec takes at a time
+template <typename E>
+void transpose(const E* x, int64_t x_stride, int64_t M, int64_t N, E* y, int64_t y_stride) {
+  constexpr int64_t TILE = sizeof(E) == 2 ? 32 : 16;  // what at::vec takes at a time
   for (int64_t m = 0; m < M; m += TILE)
     for (int64_t n = 0; n < N; n += TILE)
-      at::vec::transpose_mxn<T>(x + m * x_stride + n, x_stride, y + n * y_stride + m, y_stride,
+      at::vec::transpose_mxn<E>(x + m * x_stride + n, x_stride, y + n * y_stride + m, y_stride,
                                 (int)std::min(TILE, M - m), (int)std::min(TILE, N - n));
 }
 
-// out [K/2][ld][2] from x [N][K]: x's transpose as the right operand of a product over K.
-void pack_transposed(const bf16* x, int64_t stride, int64_t N, int64_t K, int64_t ld, uint32_t* out) {
-  transpose(reinterpret_cast<const float*>(x), stride / 2, N, K / 2, reinterpret_cast<float*>(out), ld);  // moves bits
+// out [K/PER][ld] from x [N][K]: x's transpose as the right operand of a product over K.
+template <typename E>
+void pack_transposed(const E* x, int64_t stride, int64_t N, int64_t K, int64_t ld, uint32_t* out) {
+  const float* words = reinterpret_cast<const float*>(x);  // moves bits
+  transpose(words, stride / PER<E>, N, K / PER<E>, reinterpret_cast<float*>(out), ld);
 }
 
-// out [K/2][N][2] from x [K][N]: x as the right operand of a product over K; an odd last row meets zeros.
+// out [K/PER][N] from x [K][N]: x as the right operand of a product over K; an odd last row meets zeros.
+void pack_rows(const float* x, int64_t stride, int64_t K, int64_t N, uint32_t* out) {
+  for (int64_t k = 0; k < K; ++k) std::memcpy(out + k * N, x + k * stride, N * sizeof(float));
+}
+
 void pack_rows(const bf16* x, int64_t stride, int64_t K, int64_t N, uint32_t* out) {
   for (int64_t k = 0; k < K; k += 2) {
     const uint16_t* even = reinterpret_cast<const uint16_t*>(x + k * stride);
@@ -62,7 +72,8 @@ void pack_rows(const bf16* x, int64_t stride, int64_t K, int64_t N, uint32_t* ou
 }
 
 // y [N][M] rounded, rows ``y_stride`` apart, from x [M][N].
-void write_transposed(const float* x, int64_t x_stride, int64_t N, int64_t M, bf16* y, int64_t y_stride) {
+template <typename E>
+void write_transposed(const float* x, int64_t x_stride, int64_t N, int64_t M, E* y, int64_t y_stride) {
   std::vector<float> row(16 * M);
   for (int64_t n0 = 0; n0 < N; n0 += 16) {
     const int64_t n1 = std::min(n0 + 16, N);
@@ -92,8 +103,13 @@ struct Seen {
   }
 };
 
+// 20 roundings off are far below what bf16 keeps; fp32 gets the exact one.
+inline Vec exponential(Vec x, bf16) { return x.exp_u20(); }
+inline Vec exponential(Vec x, float) { return x.exp(); }
+
 // score [padded] of query i against the keys from begin on → exp(scale (score - its largest)), and their sum.
 // A row without a finite largest score becomes NaN, as in softmax.
+template <typename E>
 float exponentials(float* score, int64_t padded, int64_t begin, int64_t i, const Seen& seen, float scale) {
   const float hidden = -std::numeric_limits<float>::infinity();
   std::fill(score, score + seen.first[i] - begin, hidden);
@@ -111,7 +127,7 @@ float exponentials(float* score, int64_t padded, int64_t begin, int64_t i, const
   const Vec shift(most * scale), by(scale);
   Vec sum(0.f);
   for (int64_t j = 0; j < padded; j += Vec::size()) {
-    const Vec e = (Vec::loadu(score + j) * by - shift).exp_u20();
+    const Vec e = exponential(Vec::loadu(score + j) * by - shift, E());
     e.store(score + j);
     sum = sum + e;
   }
@@ -119,6 +135,136 @@ float exponentials(float* score, int64_t padded, int64_t begin, int64_t i, const
 }
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// The length of a row of T words: rows a power of two apart would fall into the same few lines of the cache.
+int64_t pad(int64_t T) { return up(T, LANES) + LANES; }
+
+// What a product reads: the fp32 values, or those rounded to bf16 (as a left operand) or packed (as a right one).
+template <typename E>
+const E* left(const std::vector<float>& wide, const std::vector<bf16>& rounded) {
+  if constexpr (PER<E> == 2)
+    return rounded.data();
+  else
+    return wide.data();
+}
+template <typename E>
+const void* right(const std::vector<float>& wide, const std::vector<uint32_t>& pairs) {
+  return PER<E> == 2 ? static_cast<const void*>(pairs.data()) : wide.data();
+}
+
+// c [M][N] (+)= a [M][K] · b, packed.
+template <typename E>
+void multiply(int64_t M, int64_t N, int64_t K, const E* a, int64_t a_stride, const void* b, int64_t b_words, float* c,
+              int64_t c_stride, bool add = false) {
+  blas::brgemm(M, N, K, a_stride, b_words, c_stride, add, a, static_cast<const E*>(b), c);
+}
+
+template <typename E>
+int64_t forward(const E* q, const E* k, const E* v, const int32_t* document, E* o, const Strided* strides, int64_t B,
+                int64_t T, int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {
+  const Strided qs = strides[0], ks = strides[1], vs = strides[2];
+  const int64_t R = H / G, wide = pad(T);
+  return in_parallel(threads, [&](auto next) {
+    std::vector<uint32_t> kt(K / PER<E> * wide), vp(wide / PER<E> * K);
+    std::vector<float> score(BLOCK * wide), sum(BLOCK), out(BLOCK * K);
+    std::vector<bf16> rounded(PER<E> == 2 ? BLOCK * wide : 0);
+    for (int64_t item; (item = next()) < B * G;) {
+      const int64_t b = item / G, g = item % G;
+      const Seen seen(document + b * T, T);
+      std::fill(vp.begin(), vp.end(), 0);
+      pack_transposed(k + b * ks.b + g * ks.h, ks.t, T, K, wide, kt.data());
+      pack_rows(v + b * vs.b + g * vs.h, vs.t, T, K, vp.data());
+      for (int64_t h = g * R; h < (g + 1) * R; ++h)
+        for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
+          const int64_t i1 = std::min(i0 + BLOCK, T), M = i1 - i0, begin = seen.from(i0, i1);
+          const int64_t L = up(i1 - begin, LANES);
+          multiply(M, L, K, q + b * qs.b + i0 * qs.t + h * qs.h, qs.t, &kt[begin], wide, score.data(), L);
+          for (int64_t m = 0; m < M; ++m) {
+            float* row = score.data() + m * L;
+            sum[m] = exponentials<E>(row, L, begin, i0 + m, seen, scale);
+            if constexpr (PER<E> == 2) round_row(row, &rounded[m * L], L);
+          }
+          multiply(M, K, L, left<E>(score, rounded), L, &vp[begin / PER<E> * K], K, out.data(), K);
+          for (int64_t m = 0; m < M; ++m) {
+            for (int64_t x = 0; x < K; ++x) out[m * K + x] /= sum[m];
+            round_row(&out[m * K], o + ((b * T + i0 + m) * H + h) * K, K);
+          }
+        }
+    }
+    blas::brgemm_release();
+  });
+}
+
+template <typename E>
+int64_t backward(const E* q, const E* k, const E* v, const int32_t* document, const E* dout, E* dq, E* dk, E* dv,
+                 const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale,
+                 int64_t threads) {
+  const Strided qs = strides[0], ks = strides[1], vs = strides[2], os = strides[3];
+  const int64_t R = H / G, wide = pad(T), rounds = PER<E> == 2 ? BLOCK * wide : 0;
+  return in_parallel(threads, [&](auto next) {
+    std::vector<uint32_t> kt(K / PER<E> * wide), vt(K / PER<E> * wide), kp(wide / PER<E> * K);
+    std::vector<float> score(BLOCK * wide), dweight(BLOCK * wide), dkt(K * wide), dvt(K * wide), out(BLOCK * K);
+    std::vector<E> qt(K * BLOCK), dot(K * BLOCK);
+    std::vector<bf16> dscore(rounds);
+    std::vector<uint32_t> weight_pairs(rounds / 2), dscore_pairs(rounds / 2);
+    for (int64_t item; (item = next()) < B * G;) {
+      const int64_t b = item / G, g = item % G;
+      const Seen seen(document + b * T, T);
+      std::fill(kp.begin(), kp.end(), 0);
+      std::fill(dkt.begin(), dkt.end(), 0.f);
+      std::fill(dvt.begin(), dvt.end(), 0.f);
+      pack_transposed(k + b * ks.b + g * ks.h, ks.t, T, K, wide, kt.data());
+      pack_transposed(v + b * vs.b + g * vs.h, vs.t, T, K, wide, vt.data());
+      pack_rows(k + b * ks.b + g * ks.h, ks.t, T, K, kp.data());
+      for (int64_t h = g * R; h < (g + 1) * R; ++h)
+        for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
+          const int64_t i1 = std::min(i0 + BLOCK, T), M = i1 - i0, begin = seen.from(i0, i1);
+          const int64_t L = up(i1 - begin, LANES);
+          const E* q_block = q + b * qs.b + i0 * qs.t + h * qs.h;
+          const E* do_block = dout + b * os.b + i0 * os.t + h * os.h;
+          multiply(M, L, K, q_block, qs.t, &kt[begin], wide, score.data(), L);
+          multiply(M, L, K, do_block, os.t, &vt[begin], wide, dweight.data(), L);
+          for (int64_t m = 0; m < up(M, PER<E>); ++m) {
+            float *weights = score.data() + m * L, *dweights = dweight.data() + m * L;
+            if (m == M) {  // an odd last row meets zeros
+              for (int64_t j = 0; j < L; ++j) weights[j] = dweights[j] = 0;
+            } else {
+              const Vec share(1 / exponentials<E>(weights, L, begin, i0 + m, seen, scale));
+              Vec dots(0.f);
+              for (int64_t j = 0; j < L; j += Vec::size()) {
+                const Vec w = Vec::loadu(weights + j) * share;
+                w.store(weights + j);
+                dots = at::vec::fmadd(w, Vec::loadu(dweights + j), dots);
+              }
+              const Vec mean(at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, dots)), by(scale);
+              for (int64_t j = 0; j < L; j += Vec::size())
+                (Vec::loadu(weights + j) * (Vec::loadu(dweights + j) - mean) * by).store(dweights + j);
+              if constexpr (PER<E> == 2) round_row(dweights, &dscore[m * L], L);
+            }
+            if (PER<E> == 2 && m % 2) {
+              uint32_t *w = weight_pairs.data() + m / 2 * L, *d = dscore_pairs.data() + m / 2 * L;
+              for (int64_t j = 0; j < L; ++j) {
+                w[j] = round_to_bf16(weights[j - L]) | round_to_bf16(weights[j]) << 16;
+                d[j] = round_to_bf16(dweights[j - L]) | round_to_bf16(dweights[j]) << 16;
+              }
+            }
+          }
+          multiply(M, K, L, left<E>(dweight, dscore), L, &kp[begin / PER<E> * K], K, out.data(), K);
+          for (int64_t m = 0; m < M; ++m) round_row(&out[m * K], dq + ((b * T + i0 + m) * H + h) * K, K);
+          const int64_t summed = up(M, PER<E>);
+          transpose(q_block, qs.t, M, K, qt.data(), summed);
+          transpose(do_block, os.t, M, K, dot.data(), summed);
+          if (M < summed)  // zeros for the pair without a second query
+            for (int64_t x = 0; x < K; ++x) qt[x * summed + M] = dot[x * summed + M] = E(0.f);
+          multiply(K, L, summed, qt.data(), summed, right<E>(dweight, dscore_pairs), L, &dkt[begin], wide, true);
+          multiply(K, L, summed, dot.data(), summed, right<E>(score, weight_pairs), L, &dvt[begin], wide, true);
+        }
+      write_transposed(dkt.data(), wide, T, K, dk + (b * T * G + g) * K, G * K);
+      write_transposed(dvt.data(), wide, T, K, dv + (b * T * G + g) * K, G * K);
+    }
+    blas::brgemm_release();
+  });
+}
 
 }  // namespace
 
@@ -148,115 +294,17 @@ extern "C" int attention_usable() {
   return true;
 }
 
-extern "C" int64_t attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const int32_t* document, bf16* o, const Strided* strides, int64_t B,
-    int64_t T, int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {
-  const Strided qs = strides[0], ks = strides[1], vs = strides[2];
-  const int64_t R = H / G, wide = up(T, LANES);
-  return in_parallel(threads, [&](auto next) {
-    std::vector<uint32_t> kt(K / 2 * wide), vp(wide / 2 * K);
-    std::vector<float> score(BLOCK * wide), sum(BLOCK), out(BLOCK * K);
-    std::vector<bf16> weight(BLOCK * wide);
-    for (int64_t item; (item = next()) < B * G;) {
-      const int64_t b = item / G, g = item % G;
-      const Seen seen(document + b * T, T);
-      std::fill(vp.begin(), vp.end(), 0);
-      pack_transposed(k + b * ks.b + g * ks.h, ks.t, T, K, wide, kt.data());
-      pack_rows(v + b * vs.b + g * vs.h, vs.t, T, K, vp.data());
-      for (int64_t h = g * R; h < (g + 1) * R; ++h)
-        for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
-          const int64_t i1 = std::min(i0 + BLOCK, T), M = i1 - i0, begin = seen.from(i0, i1);
-          const int64_t L = up(i1 - begin, LANES);
-          blas::brgemm(M, L, K, qs.t, wide, L, false, q + b * qs.b + i0 * qs.t + h * qs.h,
-                       reinterpret_cast<const bf16*>(kt.data() + begin), score.data());
-          for (int64_t m = 0; m < M; ++m) {
-            float* row = score.data() + m * L;
-            sum[m] = exponentials(row, L, begin, i0 + m, seen, scale);
-            round_row(row, &weight[m * L], L);
-          }
-          blas::brgemm(M, K, L, L, K, K, false, weight.data(),
-                       reinterpret_cast<const bf16*>(vp.data() + begin / 2 * K), out.data());
-          for (int64_t m = 0; m < M; ++m) {
-            for (int64_t x = 0; x < K; ++x) out[m * K + x] /= sum[m];
-            round_row(&out[m * K], o + ((b * T + i0 + m) * H + h) * K, K);
-          }
-        }
-    }
-    blas::brgemm_release();
-  });
-}
+#define EXPORT(E, NAME)                                                                                                \
+  extern "C" int64_t attention_forward_##NAME(                                                                         \
+      const E* q, const E* k, const E* v, const int32_t* document, E* o, const Strided* strides, int64_t B, int64_t T, \
+      int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {                                                 \
+    return forward(q, k, v, document, o, strides, B, T, H, G, K, scale, threads);                                      \
+  }                                                                                                                    \
+  extern "C" int64_t attention_backward_##NAME(                                                                        \
+      const E* q, const E* k, const E* v, const int32_t* document, const E* dout, E* dq, E* dk, E* dv,                 \
+      const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {   \
+    return backward(q, k, v, document, dout, dq, dk, dv, strides, B, T, H, G, K, scale, threads);                      \
+  }
 
-extern "C" int64_t attention_backward(
-    const bf16* q, const bf16* k, const bf16* v, const int32_t* document, const bf16* dout, bf16* dq, bf16* dk,
-    bf16* dv, const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale,
-    int64_t threads) {
-  const Strided qs = strides[0], ks = strides[1], vs = strides[2], os = strides[3];
-  const int64_t R = H / G, wide = up(T, LANES);
-  return in_parallel(threads, [&](auto next) {
-    std::vector<uint32_t> kt(K / 2 * wide), vt(K / 2 * wide), kp(wide / 2 * K);
-    std::vector<float> score(BLOCK * wide), dweight(BLOCK * wide), dkt(K * wide), dvt(K * wide), out(BLOCK * K);
-    std::vector<bf16> dscore(BLOCK * wide), qt(K * BLOCK), dot(K * BLOCK);
-    std::vector<uint32_t> weight_pairs(BLOCK / 2 * wide), dscore_pairs(BLOCK / 2 * wide);
-    for (int64_t item; (item = next()) < B * G;) {
-      const int64_t b = item / G, g = item % G;
-      const Seen seen(document + b * T, T);
-      std::fill(kp.begin(), kp.end(), 0);
-      std::fill(dkt.begin(), dkt.end(), 0.f);
-      std::fill(dvt.begin(), dvt.end(), 0.f);
-      pack_transposed(k + b * ks.b + g * ks.h, ks.t, T, K, wide, kt.data());
-      pack_transposed(v + b * vs.b + g * vs.h, vs.t, T, K, wide, vt.data());
-      pack_rows(k + b * ks.b + g * ks.h, ks.t, T, K, kp.data());
-      for (int64_t h = g * R; h < (g + 1) * R; ++h)
-        for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
-          const int64_t i1 = std::min(i0 + BLOCK, T), M = i1 - i0, begin = seen.from(i0, i1);
-          const int64_t L = up(i1 - begin, LANES);
-          const bf16* q_block = q + b * qs.b + i0 * qs.t + h * qs.h;
-          const bf16* do_block = dout + b * os.b + i0 * os.t + h * os.h;
-          blas::brgemm(M, L, K, qs.t, wide, L, false, q_block, reinterpret_cast<const bf16*>(kt.data() + begin),
-                       score.data());
-          blas::brgemm(M, L, K, os.t, wide, L, false, do_block, reinterpret_cast<const bf16*>(vt.data() + begin),
-                       dweight.data());
-          for (int64_t m = 0; m < up(M, 2); ++m) {
-            float *weights = score.data() + m * L, *dweights = dweight.data() + m * L;
-            if (m == M) {  // an odd last row meets zeros
-              for (int64_t j = 0; j < L; ++j) weights[j] = dweights[j] = 0;
-            } else {
-              const Vec share(1 / exponentials(weights, L, begin, i0 + m, seen, scale));
-              Vec dots(0.f);
-              for (int64_t j = 0; j < L; j += Vec::size()) {
-                const Vec w = Vec::loadu(weights + j) * share;
-                w.store(weights + j);
-                dots = at::vec::fmadd(w, Vec::loadu(dweights + j), dots);
-              }
-              const Vec mean(at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, dots)), by(scale);
-              for (int64_t j = 0; j < L; j += Vec::size())
-                (Vec::loadu(weights + j) * (Vec::loadu(dweights + j) - mean) * by).store(dweights + j);
-              round_row(dweights, &dscore[m * L], L);
-            }
-            if (m % 2) {
-              uint32_t *w = weight_pairs.data() + m / 2 * L, *d = dscore_pairs.data() + m / 2 * L;
-              for (int64_t j = 0; j < L; ++j) {
-                w[j] = round_to_bf16(weights[j - L]) | round_to_bf16(weights[j]) << 16;
-                d[j] = round_to_bf16(dweights[j - L]) | round_to_bf16(dweights[j]) << 16;
-              }
-            }
-          }
-          blas::brgemm(M, K, L, L, K, K, false, dscore.data(),
-                       reinterpret_cast<const bf16*>(kp.data() + begin / 2 * K), out.data());
-          for (int64_t m = 0; m < M; ++m) round_row(&out[m * K], dq + ((b * T + i0 + m) * H + h) * K, K);
-          const int64_t pairs = up(M, 2);
-          transpose(q_block, qs.t, M, K, qt.data(), pairs);
-          transpose(do_block, os.t, M, K, dot.data(), pairs);
-          if (M < pairs)  // zeros for the pair without a second query
-            for (int64_t x = 0; x < K; ++x) qt[x * pairs + M] = dot[x * pairs + M] = bf16(0.f);
-          blas::brgemm(K, L, pairs, pairs, L, wide, true, qt.data(),
-                       reinterpret_cast<const bf16*>(dscore_pairs.data()), dkt.data() + begin);
-          blas::brgemm(K, L, pairs, pairs, L, wide, true, dot.data(),
-                       reinterpret_cast<const bf16*>(weight_pairs.data()), dvt.data() + begin);
-        }
-      write_transposed(dkt.data(), wide, T, K, dk + (b * T * G + g) * K, G * K);
-      write_transposed(dvt.data(), wide, T, K, dv + (b * T * G + g) * K, G * K);
-    }
-    blas::brgemm_release();
-  });
-}
+EXPORT(bf16, bf16)
+EXPORT(float, fp32)

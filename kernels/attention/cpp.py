@@ -1,4 +1,4 @@
-"""Attention in C++ (``attention.cpp``), as torch.library ops, for bf16 on CPUs that multiply bf16 (AVX-512 bf16 or AMX).
+"""Attention in C++ (``attention.cpp``), as torch.library ops, for fp32, and for bf16 on CPUs that multiply bf16 (AVX-512 bf16 or AMX).
 
 For other dtypes and CPUs, ``kernels.attention.recompute`` computes the same with torch's own ops.
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native import call_cpp_function, define_cpu_op, load_library
+from kernels.native import NAMES, call_cpp_function, define_cpu_op, load_library
 
 
-def is_usable(head_dim: int) -> bool:
-    """True if this CPU multiplies bf16 (AVX-512 bf16 or AMX) and the C++ supports heads of this size."""
-    return head_dim % 2 == 0 and _multiplies_bf16()
+def is_usable(head_dim: int, dtype: torch.dtype) -> bool:
+    """True if the C++ computes in this dtype on this CPU, for heads of this size. bf16 needs AVX-512 bf16 or AMX, and an even size."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0 and _multiplies_bf16())
 
 
 @functools.cache
@@ -36,15 +36,29 @@ def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outp
     """
     (B, T, H, K), G = inputs[0].shape, inputs[1].shape[2]
     shapes = [(B, T, H, K), (B, T, G, K), (B, T, G, K), *[(B, T, H, K)] * len(inputs[3:])]
-    fit = [tuple(x.shape) == shape and x.dtype == torch.bfloat16 for x, shape in zip(inputs, shapes)]
-    if not all(fit) or H % G or document_BT.shape != (B, T):
+    fit = [tuple(x.shape) == shape and x.dtype == inputs[0].dtype for x, shape in zip(inputs, shapes)]
+    if not all(fit) or inputs[0].dtype not in NAMES or H % G or document_BT.shape != (B, T):
         given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (*inputs, document_BT))
-        raise ValueError(f"q [B, T, H, K], k and v [B, T, G, K] in bf16, document [B, T] do not fit: {given}")
+        raise ValueError(
+            f"q [B, T, H, K], k and v [B, T, G, K] in one dtype of {', '.join(NAMES.values())}, document [B, T] do not fit: {given}"
+        )
     # The lower 32 bits distinguish the documents of a row: otherwise a row would have to hold 2³² documents.
     document_BT = document_BT.to(torch.int32).contiguous()
     strides = torch.tensor([x.stride()[:3] for x in inputs])
     call_cpp_function(
-        "attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5
+        "attention",
+        f"{function}_{NAMES[inputs[0].dtype]}",
+        *inputs[:3],
+        document_BT,
+        *inputs[3:],
+        *outputs,
+        strides,
+        B,
+        T,
+        H,
+        G,
+        K,
+        K**-0.5,
     )
 
 

@@ -95,9 +95,10 @@ def list_compiler_arguments() -> list[str]:
     torch_folder = Path(torch.__file__).parent
     vectors = torch.backends.cpu.get_cpu_capability()
     vectors = vectors if vectors in ("AVX2", "AVX512") else "DEFAULT"
+    narrow = ("-mno-avx512f",) if vectors == "AVX2" else ()
     defined = (f"-DCPU_CAPABILITY={vectors}", f"-DCPU_CAPABILITY_{vectors}", "-DC10_USING_CUSTOM_GENERATED_MACROS")
     included = (f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}")
-    return [*FLAGS, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
+    return [*FLAGS, *narrow, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
 
 
 def read_processor_features() -> str:

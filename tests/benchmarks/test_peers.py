@@ -115,6 +115,33 @@ def test_ratios_are_taken_beside_the_fastest_other() -> None:
     assert page.rates(found["sides"][0], 100) == {"wall": 100, "processor": 50}
 
 
+def test_a_report_keeps_its_other_measurements_of_the_same_machine_and_versions(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "peers-here.json"
+    assert command.read_kept(path, document) == []
+    (found,) = document["found"]
+    other = found | {"work": found["work"] | {"seed": 7}, "note": "Another seed."}
+    again = found | {"note": "Once more."}
+    for one in (found, other, again):
+        command.write(path, document | {"found": command.read_kept(path, document)}, one)
+    assert command.read_kept(path, document) == [other, again], "the same work replaces the first"
+    assert len(json.loads(path.read_text())["ratios"]) == 2
+    assert path.with_suffix(".md").read_text() == page.markdown(json.loads(path.read_text()))
+    with pytest.raises(command.Refused, match="--add"):
+        command.read_kept(path, document | {"versions": {"torch": "1.0"}})
+
+
+def test_a_report_of_before_names_its_commit_once_for_all_measurements(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    (found,) = document["found"]
+    path, new = tmp_path / "peers-here.json", ("commit", "load", "note")
+    old = document | {"found": [{key: value for key, value in found.items() if key not in new}]}
+    path.write_text(json.dumps(old | {key: found[key] for key in new}))
+    assert command.read_kept(path, document) == [found]
+
+
 @pytest.mark.parametrize(
     "words",
     [["--tokens", "1000"], ["--micro", "3"], ["--kernels", "/nowhere.yaml"], ["--shape", "huge"], ["--lr", "0"]],

@@ -187,9 +187,10 @@ def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> N
 
 def test_of_several_names_an_implementation_that_another_would_replace_is_passed_over() -> None:
     with pytest.warns(KernelReplacedWarning) as warned:
-        assert bind_ops({"attention": "native, reference"}).attention is OPS["attention"].reference
+        bound = bind_ops({"attention": "native, reference"}, dtype=torch.float16)
+    assert bound.attention is OPS["attention"].reference
     said = warned[0].message.args[0]
-    assert said.data["taken"] == "the reference" and "computes in bf16, not in float32" in said
+    assert said.data["taken"] == "the reference" and "not in torch.float16" in said
 
 
 def test_the_first_of_several_names_is_shown_if_it_works() -> None:
@@ -211,16 +212,19 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention_native, "forward_op", lambda q, *rest: ran.append("native") or q)
     for dtype in (torch.float32, torch.bfloat16):
         for units in (True, False):
-            monkeypatch.setattr(attention_native, "is_usable", lambda head_dim, units=units: units)
+            monkeypatch.setattr(
+                attention_native, "is_usable", lambda head_dim, dtype, units=units: units or dtype == torch.float32
+            )
             attention.native(*OPS["attention"].inputs(CASES[0], dtype=dtype))
             fallback = attention.find_native_fallback(Shape(), dtype)
             assert ran.pop() == (fallback.split(",")[0] or "native"), (dtype, units)
 
 
 def test_the_table_shows_the_implementation_that_computes() -> None:
-    said = _attention(torch.float32)
-    assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not in float32" in said.why
-    if attention_native.is_usable(Shape().head_dim):
+    said = _attention(torch.float16)
+    assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not in torch.float16" in said.why
+    assert _attention(torch.float32) == ChosenImplementation("attention", "native", "native")
+    if attention_native.is_usable(Shape().head_dim, torch.bfloat16):
         assert _attention(torch.bfloat16) == ChosenImplementation("attention", "native", "native")
     found = find_implementations_in_use({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())
     eager = next(one for one in found if one.op == "adamw")

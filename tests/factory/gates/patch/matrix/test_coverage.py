@@ -16,7 +16,6 @@ from factory.gates.patch.matrix.unexecuted_code import find_exempt_spans
 from factory.gates.patch.op_answers import check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patch.stages.oracle import make_oracle_jobs
-from kernels.attention import cpp as attention_cpp
 from kernels.contract.registry import OPS, find_op
 from tests.support.factory.matrix import judge, prepare
 from tests.support.paths import ROOT
@@ -116,11 +115,10 @@ NATIVE = "cpu: {swiglu: native, attention: native, linear_cross_entropy: native,
 
 def files() -> Iterator[str]:
     """Patchable files that this machine can execute."""
-    elsewhere = [] if attention_cpp.is_usable(64) else ["kernels/attention/cpp.py"]  # it needs bf16 products
     for top in ("trainer", "kernels"):
         for path in sorted((ROOT / top).rglob("*.py")):
             name = str(path.relative_to(ROOT))
-            if "contract" not in path.parts and path.name not in ELSEWHERE and name not in elsewhere:
+            if "contract" not in path.parts and path.name not in ELSEWHERE:
                 yield name
 
 
