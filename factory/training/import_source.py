@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from factory.core.errors import InputError
+from factory.ingest.installing import AddedRow
 from factory.ledger.imported_model import ImportedLicence
 from kernels.contract.strict_yaml import read_yaml
 from models.adapters.config_reader import ModelFilesError
@@ -32,6 +35,7 @@ OTHER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+PER_TOKEN = ("embedding", "head")  # the native tensors with a row for each token
 LONGEST_LICENCE = 1 << 16  # characters of a licence's text that the ledger keeps
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 CARD = "README.md"
@@ -46,7 +50,10 @@ class ImportRefusedError(InputError):
 
 @dataclass(frozen=True)
 class ImportSource:
-    """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows."""
+    """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows.
+
+    ``new_rows``: tokens that the chat template needs and the model never had. They get the rows of their ids: free rows if the embedding is larger than
+    the vocabulary, else rows after its last."""
 
     folder: Path
     name: str
@@ -54,6 +61,7 @@ class ImportSource:
     files: dict[str, str]
     licence: ImportedLicence
     signatures: dict[str, Signature]  # of ``files``, when they were hashed
+    new_rows: tuple[AddedRow, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, advance: Advance = lambda share, note: None) -> ImportSource:
@@ -80,7 +88,10 @@ class ImportSource:
 
     @property
     def spec(self) -> ModelSpec:
-        return self.model.spec
+        """The description, with the rows of ``new_rows``."""
+        found = self.model.spec
+        size = max([found.vocab_size, *(row.id + 1 for row in self.new_rows)])
+        return found if size == found.vocab_size else found.model_copy(update={"vocab_size": size})
 
     @property
     def family(self) -> Family:
@@ -96,10 +107,16 @@ class ImportSource:
         """The same model, identified by the one file from which its folder was made."""
         return replace(self, name=file.stem, files={file.name: sha256})
 
+    def add_new_rows(self, rows: Sequence[AddedRow]) -> ImportSource:
+        """The same model with rows for new tokens in its embedding, and in its head if the head is a matrix of its own."""
+        return replace(self, new_rows=tuple(rows))
+
     def iterate_tensors(self, advance: Advance = lambda share, note: None) -> Iterator[tuple[str, Tensor]]:
         """Each tensor of the checkpoint by name, as fp32, one at a time. Raises: ImportRefusedError."""
         try:
             for name, tensor in self.model.iterate_native():
+                if self.new_rows and name in PER_TOKEN:
+                    tensor = fill_new_rows(tensor, [row.id for row in self.new_rows], getattr(torch, self.dtype))
                 yield name, tensor
                 advance(tensor.numel() / self.spec.parameters, name)
         except ModelFilesError as error:
@@ -118,6 +135,26 @@ class ImportSource:
                     "--from: {file} changed while the model was read. Nothing was imported. Wait until the folder is complete, then import again.",
                     file=self.folder / name,
                 )
+
+
+def fill_new_rows(rows_VD: Tensor, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return an embedding or a head [V, D] in which each of ``ids`` has the mean of all rows before the first of them, and which has rows up to the
+    last. The mean is rounded to ``dtype``, the type of the model's files, so that an export has it to the bit.
+
+    A new row's logit is the mean of the other logits, so by Jensen's inequality the softmax over V tokens loses at most ln(1 + n/V) to n new ones:
+    Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". ``resize_token_embeddings(mean_resizing=True)`` of transformers
+    draws from a normal distribution around the same mean, with 1e-9 of the rows' covariance.
+
+        >>> fill_new_rows(torch.tensor([[1.0, 0.0], [3.0, 2.0]]), [2]).tolist()
+        [[1.0, 0.0], [3.0, 2.0], [2.0, 1.0]]
+    """
+    first, size = min(ids), max(len(rows_VD), max(ids) + 1)
+    # numpy adds row by row, so the sum does not depend on the number of threads.
+    mean_D = torch.from_numpy(rows_VD[:first].numpy().mean(0, dtype=np.float64)).to(dtype).to(rows_VD.dtype)
+    filled_VD = rows_VD.new_empty(size, rows_VD.shape[1])
+    filled_VD[: len(rows_VD)] = rows_VD
+    filled_VD[list(ids)] = mean_D
+    return filled_VD
 
 
 def sign_file(path: Path) -> Signature:
