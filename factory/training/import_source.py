@@ -7,7 +7,6 @@ number for NaN and infinity (``models.files``). The folder is untrusted, and not
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,12 @@ from torch import Tensor
 
 from factory.core.errors import InputError
 from factory.ingest.installing import AddedRow
+from factory.ingest.tokenizing.description import (
+    LEGACY_TEMPLATE,
+    list_more_templates,
+    read_chat_templates,
+    read_optional_object,
+)
 from factory.ledger.imported_model import ImportedLicence
 from kernels.contract.strict_yaml import read_yaml
 from models.adapters.config_reader import ModelFilesError
@@ -181,7 +186,16 @@ def _refuse_odd_files(folder: Path) -> None:
 
     Raises: ModelFilesError, ImportRefusedError.
     """
-    for name in (*OTHER_FILES, *LICENCE_FILES, CARD):
+    blobs = folder.parent.parent / "blobs"  # of a cache of Hugging Face's hub
+    homes = [folder, blobs] if folder.parent.name == "snapshots" else [folder]
+    for path in list_more_templates(folder):
+        if not (
+            any(path.resolve().is_relative_to(home) for home in homes)
+            and path.is_file()
+            and path.stat().st_size <= LARGEST_OTHER_FILE
+        ):
+            raise _odd_file(path)
+    for name in (*OTHER_FILES, LEGACY_TEMPLATE, *LICENCE_FILES, CARD):
         path = folder / name
         if not (path.is_symlink() or path.exists()):
             continue
@@ -190,33 +204,30 @@ def _refuse_odd_files(folder: Path) -> None:
             continue
         if name in LICENCE_FILES and path.is_dir():
             continue  # licences of the parts; none of them is read
-        raise ImportRefusedError(
-            "import_source.odd_file",
-            "--from: {file} must be a regular file of at most {most} MiB.",
-            file=path,
-            most=LARGEST_OTHER_FILE >> 20,
-        )
+        raise _odd_file(path)
+
+
+def _odd_file(path: Path) -> ImportRefusedError:
+    return ImportRefusedError(
+        "import_source.odd_file",
+        "--from: {file} must be a regular file of at most {most} MiB.",
+        file=path,
+        most=LARGEST_OTHER_FILE >> 20,
+    )
 
 
 def _refuse_two_templates(folder: Path) -> None:
-    """Raises: ImportRefusedError if chat_template.jinja and the key of tokenizer_config.json differ. Programs choose between them differently."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if not (file.is_file() and config.is_file()):
-        return
+    """Raises: ImportRefusedError if two files have different chat templates. Programs choose between them differently."""
     try:
-        named = json.loads(config.read_bytes()).get("chat_template")
-    except (ValueError, AttributeError, RecursionError):
+        config = read_optional_object(folder / "tokenizer_config.json")
+    except InputError:
         return  # the tokenizer's reader says what is wrong with the file
-    if isinstance(named, list):  # templates by name
-        named = next(
-            (one.get("template") for one in named if isinstance(one, dict) and one.get("name") == "default"), ""
-        )
-    if isinstance(named, str) and named.strip() != file.read_text(encoding="utf-8", errors="replace").strip():
+    try:
+        read_chat_templates(folder, config)
+    except InputError as error:
         raise ImportRefusedError(
-            "import_source.two_templates",
-            "--from: {folder} has two chat templates that differ: {file} and the key chat_template of {other}. Remove the one that is wrong.",
-            folder=folder, file=file.name, other=config.name,
-        )  # fmt: skip
+            "import_source.two_templates", "--from: {reason}.", reason=error.message
+        ) from None
 
 
 def _read_start(path: Path | None) -> str:
