@@ -64,7 +64,10 @@ def list_missing_tokens(source: Path) -> tuple[AddedRow, ...]:
     last. Raises: InputError for a folder without a tokenizer, or with a broken file."""
     found = read_tokenizer_folder(source, _read(source / LIBRARY))
     first = 1 + max(found.ids.values())
-    return tuple(AddedRow(token, first + number) for number, token in enumerate(find_missing_special_tokens(found)))
+    return tuple(
+        AddedRow(token, first + number)
+        for number, token in enumerate(find_missing_special_tokens(found, with_structure=True))
+    )
 
 
 def install_model_tokenizer(

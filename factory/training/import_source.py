@@ -225,9 +225,7 @@ def _refuse_two_templates(folder: Path) -> None:
     try:
         read_chat_templates(folder, config)
     except InputError as error:
-        raise ImportRefusedError(
-            "import_source.two_templates", "--from: {reason}.", reason=error.message
-        ) from None
+        raise ImportRefusedError("import_source.two_templates", "--from: {reason}.", reason=error.message) from None
 
 
 def _read_start(path: Path | None) -> str:

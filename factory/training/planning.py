@@ -441,7 +441,9 @@ def _refuse_frozen_new_rows(plant: Plant, recipe: Recipe, parent: SegmentRow) ->
     new = [row["token"] for row in plan.get("new_rows", ())]
     tables = ["embedding"] if recipe.model.tied else ["embedding", "head"]
     trains = lambda adapt, freeze: all(is_trained(name, adapt, freeze or ()) for name in tables)
-    if not new or any(trains(row.recipe_json.get("adapt"), row.recipe_json.get("freeze")) for row in later if row.has_steps):
+    if not new or any(
+        trains(row.recipe_json.get("adapt"), row.recipe_json.get("freeze")) for row in later if row.has_steps
+    ):
         return
     if not trains(recipe.adapt, recipe.freeze):
         raise ConfigError(
