@@ -67,7 +67,7 @@ class ForkedCalls:
     def call(self, item: Any, seconds: float) -> Any:
         """Return ``function(item)``. ``seconds``: of processor time. Raises: what the function raises; ItemKilledProcessError.
 
-        If something else kills the process, such as the kernel when memory runs out, this process is killed too, because it cannot know who was at fault.
+        If something else kills the process, such as the kernel when memory runs out, this process is killed too: it cannot know who was at fault.
         """
         if self._process is None or not self._process.is_alive():
             self._start()

@@ -384,8 +384,8 @@ def has_template_with_tool_calls(folder: Path) -> bool:
 
 
 def find_structure(folder: Path) -> frozenset[Structure]:
-    """Return which of tools, calls and reasoning the chat template in a tokenizer's folder takes as objects. None of them in the factory's own format,
-    which writes them as text, and none if there is no tokenizer yet, or if its files are damaged, which loading it reports."""
+    """Return which of tools, calls and reasoning the chat template in a tokenizer's folder takes as objects. The factory's own format takes none: it
+    writes them as text. None also if there is no tokenizer yet, or if its files are damaged, which loading it reports."""
     if has_own_names(folder):
         return frozenset()
     try:

@@ -42,8 +42,10 @@ def open_tokenizer(
     file_or_folder: Path, option: str = "--tokenizer", add_missing_tokens: bool = False
 ) -> Iterator[Tokenizer]:
     """Load a person's tokenizer into a temporary folder: a tokenizer.json, or a model's folder with its chat template. The temporary folder exists
-    during the ``with`` block. ``option``: the name of the option that gave it, for messages. ``add_missing_tokens``: give ids to the special tokens that the chat
-    template writes and the vocabulary lacks; without it they are an error.
+    during the ``with`` block.
+
+    ``option``: the name of the option that gave it, for messages. ``add_missing_tokens``: give ids to the special tokens that the chat template
+    writes and the vocabulary lacks; without it they are an error.
 
     Raises: InputError if the tokenizer cannot be used.
     """

@@ -57,8 +57,8 @@ class ImportRefusedError(InputError):
 class ImportSource:
     """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows.
 
-    ``new_rows``: tokens that the chat template needs and the model never had. They get the rows of their ids: free rows if the embedding is larger than
-    the vocabulary, else rows after its last."""
+    ``new_rows``: tokens that the chat template needs and the model never had. They get the rows of their ids: free rows if the embedding is
+    larger than the vocabulary, else rows after its last."""
 
     folder: Path
     name: str

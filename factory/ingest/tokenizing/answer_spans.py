@@ -11,7 +11,7 @@ second rendering without marks is the first one, character by character.
    words that ask for an answer. So does an answer with tool calls or reasoning. It ends where the rendering up to the next message ends. If the
    template writes the beginning of the chat otherwise when messages follow (reasoning is often left out then), the answer begins and ends where
    another content in its place does, as far as the text before and after that content is the same.
-4. Some templates read reasoning out of a content that has ``</think>``, and no mark stays in place. Such an answer is found like one with reasoning.
+4. Some templates read reasoning out of a content that has ``</think>``, and write it anew. Such an answer is found like one with reasoning.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def find_answers(messages: Chat, render: Render) -> RenderedChat:
     turns = [at for at in places if _writes_more_than_content(messages[at])]
     marked = [at for at in places if at not in turns]
     spans = _see_contents(messages, marked, plain, render)
-    if spans is None and (read := [at for at in marked if _THINKS in messages[at]["content"]]):
-        turns, marked = [*turns, *read], [at for at in marked if at not in read]
+    thinking = [at for at in marked if _THINKS in messages[at]["content"]]
+    if spans is None and thinking:
+        turns, marked = [*turns, *thinking], [at for at in marked if at not in thinking]
         spans = _see_contents(messages, marked, plain, render)
+    elif spans is not None:
+        turns += [at for at in thinking if at in spans and plain[slice(*spans[at])] not in messages[at]["content"]]
     if spans is None:
         raise _unproven(places[0] if places else 0)
     whole = set()

@@ -165,11 +165,11 @@ def list_more_templates(folder: Path) -> list[Path]:
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any], shown_as: Path | None = None) -> dict[str, str]:
-    """Return the chat templates of a folder by name, as transformers 5 finds them. It takes 'tool_use' for chats with tools, and 'default' for others.
+    """Return the chat templates of a folder by name, as transformers 5 finds them. It takes 'tool_use' for chats with tools, else 'default'.
 
     transformers reads chat_template.jinja as 'default', and each file of additional_chat_templates/ by its name. If there are such files, it does not
-    look at the key of tokenizer_config.json. Its processors, and vLLM through them, read chat_template.json first. Therefore all texts with one name must
-    be equal. Raises: InputError that names two different files, or a file that transformers' tokenizers do not read.
+    look at the key of tokenizer_config.json. Its processors, and vLLM through them, read chat_template.json first. Therefore all texts with one
+    name must be equal. Raises: InputError that names two different files, or a file that transformers' tokenizers do not read.
     """
     shown = shown_as or folder
     places: dict[str, list[tuple[str, str]]] = {}  # by name of the template: where it stands, and its text

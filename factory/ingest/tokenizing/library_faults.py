@@ -1,6 +1,6 @@
 """Failures of the library 'tokenizers' as errors of this factory.
 
-The library is written in Rust. If a tokenizer's patterns and a text do not suit each other, it panics, and Python gets a ``PanicException``, which is no
+The library is written in Rust. If a tokenizer's patterns and a text do not suit each other, it panics. Python then gets an error that is not an
 ``Exception`` and would end a daemon. A split pattern that backtracks too often does so: Oniguruma gives up after ten million steps.
 """
 

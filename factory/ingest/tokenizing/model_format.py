@@ -378,8 +378,12 @@ def _refuse_lost_structure(messages: Chat, tools: Sequence[Any] | None, rendered
     """Raises: ``ChatRefusedError`` if the template wrote the chat without a tool, without a call, or without the reasoning of the last answer."""
     answers = [message for message in messages if message["role"] == "assistant"]
     texts = [rendered.text[start:stop] for start, stop in rendered.answers]
-    wanted = [(call["function"]["name"], text) for one, text in zip(answers, texts) for call in one.get("tool_calls") or ()]
-    wanted += [(tool["function"]["name"] if "function" in tool else tool["name"], rendered.text) for tool in tools or ()]
+    wanted = [
+        (call["function"]["name"], text) for one, text in zip(answers, texts) for call in one.get("tool_calls") or ()
+    ]
+    wanted += [
+        (tool["function"]["name"] if "function" in tool else tool["name"], rendered.text) for tool in tools or ()
+    ]
     wanted += [((one.get("reasoning_content") or "").strip(), text) for one, text in zip(answers[-1:], texts[-1:])]
     if lost := next((part for part, text in wanted if part not in text), None):
         raise ChatRefusedError(

