@@ -147,7 +147,7 @@ def fill_new_rows(rows_VD: Tensor, ids: Sequence[int], dtype: torch.dtype = torc
     last. The mean is rounded to ``dtype``, the type of the model's files, so that an export has it to the bit.
 
     A new row's logit is the mean of the other logits, so by Jensen's inequality the softmax over V tokens loses at most ln(1 + n/V) to n new ones:
-    Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". ``resize_token_embeddings(mean_resizing=True)`` of transformers
+    Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". transformers (resize_token_embeddings, with mean_resizing)
     draws from a normal distribution around the same mean, with 1e-9 of the rows' covariance.
 
         >>> fill_new_rows(torch.tensor([[1.0, 0.0], [3.0, 2.0]]), [2]).tolist()
