@@ -183,19 +183,22 @@ class Tokenizer:
 
     @library_faults()
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS
+        self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS, strict: bool = False
     ) -> tuple[Ids, Mask]:
         """Return the ids of a chat as its template writes it, which are those of transformers' ``apply_chat_template``, and a mask of the supervised
         ids: the assistant's content and what closes it, except in answers of weight 0. Two arrays of shape [L].
 
-        ``now``: the date for templates that write one. Raises: ``ChatRefusedError`` if the template refuses the chat, or the place of an answer in
-        its text cannot be proven."""
-        ids, mask = self._form.encode_messages(messages, now=now)
+        ``now``: the date for templates that write one. ``strict``: also refuse a chat that the template of another model writes without one of its
+        tools or calls. Raises: ``ChatRefusedError`` if the template refuses the chat, or the place of an answer in its text cannot be proven."""
+        if isinstance(self._form, FactoryFormat):
+            ids, mask = self._form.encode_messages(messages, now=now)
+        else:
+            ids, mask = self._form.encode_messages(messages, now=now, strict=strict)
         return np.array(ids, np.uint32), np.array(mask, bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
         """Return the ids of a chat as a document, and its loss mask. In the factory's own format the end token follows the chat, without loss."""
-        ids, mask = self.encode_chat(messages)
+        ids, mask = self.encode_chat(messages, strict=True)
         if not self.is_own:
             return ids, mask
         return np.append(ids, np.uint32(self.end_token)), np.append(mask, False)

@@ -48,7 +48,7 @@ from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, pop_row_origi
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow_hashes
-from factory.ingest.shapes.chats import ReadingNotes, Structure
+from factory.ingest.shapes.chats import ReadingNotes, Structure, Turn
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, contains_special_token
@@ -246,18 +246,28 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
 
     if "text" in content:
         return {"text": one(content["text"])}
-    return {"messages": [_map_values(message, one) for message in content["messages"]]}
+
+    def each(message: Turn) -> Turn:
+        changed = {
+            key: _map_values(part, one)
+            for key, part in message.items()
+            if key not in ("role", "tool_calls", "tool_call_id")
+        }
+        if "tool_calls" in message:  # their ids are names
+            changed["tool_calls"] = [
+                call | {"function": _map_values(call["function"], one)} for call in message["tool_calls"]
+            ]
+        return message | changed
+
+    return {"messages": [each(message) for message in content["messages"]]}
 
 
 def _map_values(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text changed, except keys, roles and the ids of calls."""
+    """Return a JSON value with each text changed, except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {
-            key: part if key in ("role", "id", "tool_call_id") else _map_values(part, change)
-            for key, part in value.items()
-        }
+        return {key: _map_values(part, change) for key, part in value.items()}
     return [_map_values(part, change) for part in value] if isinstance(value, list) else value
 
 
@@ -373,7 +383,7 @@ def _forked(policy: DataPolicy, folder: Path) -> ForkedCalls:
         calls.close()
     _forks.clear()
     tokenizer = _tokenizer(folder)
-    _forks[folder] = policy, ForkedCalls(lambda item: _finish_one(policy, *item, tokenizer), MEMORY)
+    _forks[folder] = policy, ForkedCalls(lambda item: _finish_one(policy, item[0], item[1], tokenizer), MEMORY)
     return _forks[folder][1]
 
 

@@ -120,12 +120,18 @@ class ModelFormat:
 
     # -- chats ---------------------------------------------------------------------------------------------------------
     def encode_messages(
-        self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
+        self,
+        messages: Chat,
+        tools: Sequence[Any] | None = None,
+        now: datetime.datetime = DATE_OF_DOCUMENTS,
+        strict: bool = False,
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a chat, and its loss mask: the assistant's answers and the tokens that close them, except answers of weight 0.
 
+        ``strict``: refuse a chat that the template writes without one of its tools or calls, or without the last reasoning.
+
         Raises: ``ChatRefusedError`` if the template refuses the chat or an answer's place is not proven; ``SpellsMarkError``."""
-        encoded = self._encode_chat(messages, tools, now)
+        encoded = self._encode_chat(messages, tools, now, strict)
         return encoded.ids, _make_mask(encoded, messages)
 
     def encode_prompt(
@@ -182,12 +188,17 @@ class ModelFormat:
         return list(encoded.ids), [bool(pieces[owner]["loss"]) for owner in owners]
 
     def _encode_chat(
-        self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
+        self,
+        messages: Chat,
+        tools: Sequence[Any] | None = None,
+        now: datetime.datetime = DATE_OF_DOCUMENTS,
+        strict: bool = False,
     ) -> EncodedChat:
         hidden, said, offered = self._hide(*_take_tools(messages, tools))
         template = self._template(offered)
         rendered = find_answers(said, lambda chat, waits: template.render(chat, waits, offered, now))
-        _refuse_lost_structure(said, offered, rendered)
+        if strict:
+            _refuse_lost_structure(said, offered, rendered)
         spans = self._close(rendered)
         text, moved = self._restore(rendered.text, hidden)
         encoded = self.library.encode(text)

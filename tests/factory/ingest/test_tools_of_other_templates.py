@@ -149,9 +149,12 @@ def test_200_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: 
         messages = style.read(row)
         theirs = style.apply(messages)
         try:
-            ids, mask = style.here.encode_chat(messages, datetime.datetime.now())
+            ids, mask = style.here.encode_chat(messages, datetime.datetime.now(), strict=True)
         except ChatRefusedError as error:
             if error.code == "ingest.structure_not_written":
+                assert style.here.encode_chat(messages, datetime.datetime.now())[0].tolist() == list(
+                    theirs["input_ids"]
+                )
                 lost += 1
                 continue
             assert error.code == "ingest.template_refuses" and theirs is None, (error, messages)
