@@ -148,6 +148,15 @@ def init(
                 recipe=facts["recipe"],
             )
         )
+        if facts["new_tokens"]:
+            print(
+                Message(
+                    "model_loop.new_rows",
+                    "The chat template writes tokens that the model never had: {tokens}. Their new rows are the mean of all rows, and only training "
+                    "gives them a meaning.",
+                    tokens=facts["new_tokens"],
+                )
+            )
     print(Message("model_loop.workspace_ready", "The workspace is ready: {workspace}", workspace=workspace.root))
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
         print(

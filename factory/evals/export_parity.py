@@ -22,7 +22,7 @@ from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.evals.export_folder import ExportError, ExportWeights, parse_config, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
 from factory.ingest.tokenizer import END, FILES, IM_END, Tokenizer
-from factory.ingest.tokenizing.description import read_chat_template
+from factory.ingest.tokenizing.description import DEFAULT, read_chat_templates
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
@@ -320,7 +320,8 @@ def _foreign_ids(export: Path, tokenizer_ids: list[int | None], foreign: Foreign
 
 def _foreign_template(export: Path, foreign: ForeignTokenFiles) -> ProbeCheck:
     """Check that the export has the chat template with which the documents were written, and no other."""
-    if read_chat_template(export, read_json(export / "tokenizer_config.json")) == foreign.tokenizer.chat_template:
+    found = read_chat_templates(export, read_json(export / "tokenizer_config.json"))
+    if found.get(DEFAULT) == foreign.tokenizer.chat_template:
         return ProbeCheck(
             "template",
             True,

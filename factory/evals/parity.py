@@ -294,7 +294,9 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
 def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
     tokenizer = case.tokenizer
     try:
-        if tokenizer.is_chat(ids, mask):
+        if not tokenizer.is_own:
+            again = tokenizer.encode_document(tokenizer.decode_document(ids, mask))
+        elif tokenizer.is_chat(ids, mask):
             again = tokenizer.encode_messages(_messages(case, ids, mask))
         else:
             again = tokenizer.encode_text(_text(case, ids[:-1]))
@@ -304,9 +306,6 @@ def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArr
 
 
 def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
-    if not case.tokenizer.is_own:
-        messages: list[dict[str, Any]] = case.tokenizer.decode_document(ids, mask)["messages"]
-        return messages
     starts, stops = (np.flatnonzero(ids == case.tokenizer.special[name]) for name in (IM_START, IM_END))
     turns = [_text(case, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]

@@ -44,7 +44,7 @@ from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns, refuse_missing_columns
 from factory.ingest.task_hashes import record_task_ngrams
-from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls, list_special_tokens
+from factory.ingest.tokenizer import Tokenizer, find_structure, has_template_with_tool_calls, list_special_tokens
 from factory.ingest.vocabulary import load_or_train_tokenizer
 from factory.ingest.worker import (
     AnalysedChunk,
@@ -124,10 +124,10 @@ def ingest_shard(
         ):  # of runs that were killed
             shutil.rmtree(left)
         spool.mkdir(parents=True)
-        if before.st_size < _WORTH_WORKERS and workers is None:
-            workers = 0
-        with WorkerPool(workers, spool, RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))) as pool:
-            found = _run(plant, path, sha256, policy, index, spool, pool, other_files, whole)
+        is_small = before.st_size < _WORTH_WORKERS and workers is None
+        retries = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
+        with WorkerPool(0 if is_small else workers, spool, retries) as pool:
+            found = _run(plant, path, sha256, policy, index, spool, pool, is_small, other_files, whole)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             if not quarantines:
@@ -227,12 +227,14 @@ def _run(
     index: DocumentIndex,
     spool: Path,
     pool: WorkerPool,
+    is_small: bool,
     other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
 ) -> ProcessedShard | ShardProblem:
     of_tokenizer = (
         not has_template_with_tool_calls(plant.workspace.tokenizer),
         list_special_tokens(plant.workspace.tokenizer),
+        find_structure(plant.workspace.tokenizer),
     )
     job = IngestJob(policy, spool, sha256[:16], path.name, *of_tokenizer)
     told = RowCounts()
@@ -262,6 +264,8 @@ def _run(
         return ProcessedShard(rows, decided, {}, None, None, told, {})
     tokenizer = load_or_train_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
 
+    if is_small and not tokenizer.is_own:
+        pool.start(1)  # the tokenizer is of another maker, so a document may end the process that tokenises it
     by_key = {row.key: row for row in rows}
     finished: dict[str, FinishedDocument] = {}
     with plant.progress.task(f"{path.name}: tokenise", total=sum(map(len, decided.tasks))) as task:

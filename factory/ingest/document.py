@@ -7,6 +7,7 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 SYNTHETIC_PREFIX = "synthetic, by "  # the beginning of ``documents.detail`` of a document that a model wrote
 
 LONGEST_NAME = 1000  # characters of a source, a licence, a URL …
-# {"text": str} or {"messages": [{"role", "content"}]}; an answer that carries no loss has {"weight": 0} too
+# {"text": str} or {"messages": [{"role", "content"}]}; an answer that carries no loss has {"weight": 0} too. See ``chats.Turn``.
 Content = dict[str, Any]
 
 
@@ -215,24 +216,39 @@ def normalise_content(content: Content, *, code: bool) -> Content:
             raise BadRow("empty", Message("ingest.no_text", "the row has no text"))
         return {"text": text}
     # Blanks at the start of a message would merge with the line end after its role.
-    messages = [m | {"content": _normal(m["content"], code).strip()} for m in content["messages"]]
-    if not any(m["content"] for m in messages if has_loss(m)):
+    parts = ("content", "reasoning_content")
+    messages = [m | {key: _normal(m[key], code).strip() for key in parts if key in m} for m in content["messages"]]
+    if not any(m["content"] or m.get("tool_calls") for m in messages if has_loss(m)):
         raise BadRow("empty", Message("ingest.no_answer", "the assistant's messages are empty"))
     return {"messages": messages}
 
 
 def join_texts(content: Content) -> str:
     """Return the whole text of a document as one string, for filters and for the training of the tokenizer."""
-    return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
+    return content["text"] if "text" in content else "\n".join(map(join_parts, content["messages"]))
+
+
+def join_parts(turn: Mapping[str, Any]) -> str:
+    """Return the text of a turn: its tools, reasoning, content and calls, as far as it has them.
+
+    >>> join_parts({"role": "assistant", "content": "Hm.", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]})
+    'Hm.\\n{"name": "add", "arguments": {"a": 1}}'
+    """
+    calls = [call["function"] for call in turn.get("tool_calls", ())]
+    parts = [turn.get("reasoning_content"), turn["content"]]
+    objects = [json.dumps(one, ensure_ascii=False) for one in (*turn.get("tools", ()), *calls)]
+    tools, calls_text = objects[: len(objects) - len(calls)], objects[len(objects) - len(calls) :]
+    return "\n".join([*tools, *(part for part in parts if part), *calls_text])
 
 
 def make_comparison_text(content: Content) -> str:
     """Return the text by which a document is compared with others. A chat's list of tools is left out: many chats share the list, and it carries no
     loss."""
-    if "messages" not in content or content["messages"][0]["role"] != "system":
+    if "messages" not in content:
         return join_texts(content)
     first, *others = content["messages"]
-    return join_texts({"messages": [first | {"content": strip_tools(first["content"])}, *others]})
+    own = strip_tools(first["content"]) if first["role"] == "system" else first["content"]
+    return join_texts({"messages": [first | {"content": own, "tools": []}, *others]})
 
 
 def hash_content(content: Content) -> str:

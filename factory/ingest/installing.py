@@ -25,9 +25,13 @@ from factory.core.errors import InputError
 from factory.ingest import ledger_rows
 from factory.ingest.tokenizer import FILES, Tokenizer, write_stated_ids
 from factory.ingest.tokenizing.description import (
+    CONFIG,
     GENERATION,
     ID_KEYS,
     LIBRARY,
+    TEMPLATE,
+    list_more_templates,
+    read_chat_templates,
     read_optional_object,
     read_tokenizer_folder,
 )
@@ -60,7 +64,10 @@ def list_missing_tokens(source: Path) -> tuple[AddedRow, ...]:
     last. Raises: InputError for a folder without a tokenizer, or with a broken file."""
     found = read_tokenizer_folder(source, _read(source / LIBRARY))
     first = 1 + max(found.ids.values())
-    return tuple(AddedRow(token, first + number) for number, token in enumerate(find_missing_special_tokens(found)))
+    return tuple(
+        AddedRow(token, first + number)
+        for number, token in enumerate(find_missing_special_tokens(found, with_structure=True))
+    )
 
 
 def install_model_tokenizer(
@@ -122,6 +129,7 @@ def prepare_tokenizer(
     for name in FILES:
         if (source / name).exists():
             (folder / name).write_bytes(_read(source / name))
+    _list_templates(source, folder)
     if added:
         _add_tokens(folder / LIBRARY, added)
     (folder / GENERATION).write_text(json.dumps(_read_model_ids(source)), encoding="utf-8")
@@ -131,6 +139,20 @@ def prepare_tokenizer(
         return tokenizer, added
     write_stated_ids(tokenizer, folder)
     return Tokenizer.load(folder, shown_as=source), added
+
+
+def _list_templates(source: Path, folder: Path) -> None:
+    """Write the templates of additional_chat_templates/ into the key of tokenizer_config.json in ``folder``, because an export has no folders in it.
+    Programs find the same templates there. Raises: InputError if two files of ``source`` have different templates."""
+    config = read_optional_object(source / CONFIG)
+    found = read_chat_templates(source, config)
+    if not list_more_templates(source):
+        return
+    (folder / TEMPLATE).unlink(missing_ok=True)
+    listed = [{"name": name, "template": text} for name, text in sorted(found.items())]
+    (folder / CONFIG).write_text(
+        json.dumps(config | {"chat_template": listed}, indent=1, ensure_ascii=False), encoding="utf-8"
+    )
 
 
 def _read(path: Path) -> bytes:

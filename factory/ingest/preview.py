@@ -12,13 +12,13 @@ from typing import Any
 
 from agents.core.untrusted import fold_to_one_line
 from factory.core.workspace import Workspace
-from factory.ingest.document import BadRow, Content, Row
+from factory.ingest.document import BadRow, Content, Row, join_parts
 from factory.ingest.file_groups import FileGroup, read_file_group_rows
 from factory.ingest.ledger_rows import count_release_blockers, summarise_shard_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import has_loss
 from factory.ingest.shapes.row_counts import RowCounts, describe_rows, refuse_missing_columns
-from factory.ingest.tokenizer import has_template_with_tool_calls
+from factory.ingest.tokenizer import find_structure, has_template_with_tool_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message
 
@@ -82,13 +82,13 @@ def preview_file_group(workspace: Workspace, group: FileGroup) -> Preview:
     """
     policy = DataPolicy.load(workspace.policy_path("data.yaml"))
     told, rows, shown = RowCounts(), list[Row](), list[tuple[Row, Content]]()
-    plain = not has_template_with_tool_calls(workspace.tokenizer)
+    plain, structure = not has_template_with_tool_calls(workspace.tokenizer), find_structure(workspace.tokenizer)
     raw_rows = read_file_group_rows(group, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"
         rows.append(row := Row(len(rows), key, key, "unknown"))
         try:
-            content = read_row(policy, row, raw, group.name, told, plain)
+            content = read_row(policy, row, raw, group.name, told, plain, structure=structure)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
@@ -110,4 +110,4 @@ def _words(content: Content) -> Iterator[str]:
         return
     for turn in content["messages"]:
         loss = " (loss)" if has_loss(turn) else ""
-        yield f"{turn['role']}{loss}: {fold_to_one_line(turn['content'], _LONGEST)}"
+        yield f"{turn['role']}{loss}: {fold_to_one_line(join_parts(turn), _LONGEST)}"

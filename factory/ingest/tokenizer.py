@@ -53,6 +53,7 @@ from factory.ingest.factory_format import IM_START as IM_START
 from factory.ingest.factory_format import SPECIAL as SPECIAL
 from factory.ingest.factory_format import SPLIT_PATTERN as SPLIT_PATTERN
 from factory.ingest.factory_format import FactoryFormat
+from factory.ingest.shapes.chats import Structure
 from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, ChatRefusedError
 from factory.ingest.tokenizing.description import (
     CONFIG,
@@ -64,7 +65,8 @@ from factory.ingest.tokenizing.description import (
     read_optional_object,
     read_tokenizer_folder,
 )
-from factory.ingest.tokenizing.model_format import ModelFormat
+from factory.ingest.tokenizing.library_faults import library_faults
+from factory.ingest.tokenizing.model_format import ModelFormat, find_structure_of_template
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -93,6 +95,7 @@ class Tokenizer:
         self.special_ids = frozenset(self.special.values())
 
     @classmethod
+    @library_faults()
     def load(cls, folder: Path, shown_as: Path | None = None) -> Tokenizer:
         """Load the tokenizer of a folder. ``shown_as``: the folder that errors name, if ``folder`` is a copy of it.
 
@@ -164,6 +167,7 @@ class Tokenizer:
         eos = self.end_token if self.is_own or len(self.stop_ids) == 1 else list(self.stop_ids)
         return dict(zip(ID_KEYS, (self.ids.bos, eos, self.ids.pad), strict=True))
 
+    @library_faults()
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens."""
         return self._form.encode(text)
@@ -177,28 +181,34 @@ class Tokenizer:
         ids = np.array([*self.bos, *self.encode(text), self.end_token], np.uint32)
         return ids, np.ones(len(ids), bool)
 
+    @library_faults()
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS
+        self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS, strict: bool = False
     ) -> tuple[Ids, Mask]:
         """Return the ids of a chat as its template writes it, which are those of transformers' ``apply_chat_template``, and a mask of the supervised
         ids: the assistant's content and what closes it, except in answers of weight 0. Two arrays of shape [L].
 
-        ``now``: the date for templates that write one. Raises: ``ChatRefusedError`` if the template refuses the chat, or the place of an answer in
-        its text cannot be proven."""
-        ids, mask = self._form.encode_messages(messages, now=now)
+        ``now``: the date for templates that write one. ``strict``: also refuse a chat that the template of another model writes without one of its
+        tools or calls. Raises: ``ChatRefusedError`` if the template refuses the chat, or the place of an answer in its text cannot be proven."""
+        if isinstance(self._form, FactoryFormat):
+            ids, mask = self._form.encode_messages(messages, now=now)
+        else:
+            ids, mask = self._form.encode_messages(messages, now=now, strict=strict)
         return np.array(ids, np.uint32), np.array(mask, bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
         """Return the ids of a chat as a document, and its loss mask. In the factory's own format the end token follows the chat, without loss."""
-        ids, mask = self.encode_chat(messages)
+        ids, mask = self.encode_chat(messages, strict=True)
         if not self.is_own:
             return ids, mask
         return np.append(ids, np.uint32(self.end_token)), np.append(mask, False)
 
+    @library_faults()
     def encode_chat_prompt(self, messages: Sequence[dict[str, Any]], now: datetime.datetime = DATE_OF_DOCUMENTS) -> Ids:
         """Return the ids of a chat that waits for the assistant's answer. Raises: ``ChatRefusedError``."""
         return np.array(self._form.encode_prompt(messages, now=now), np.uint32)
 
+    @library_faults()
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self._form.decode([int(i) for i in ids])
@@ -207,13 +217,31 @@ class Tokenizer:
         """Return whether a document is a chat, from its ids and loss mask. In a text every token has loss, and no chat begins with loss."""
         return bool(self._form.turn_start in ids) if isinstance(self._form, FactoryFormat) else not bool(np.all(mask))
 
+    @library_faults()
     def decode_document(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
-        """Return the document from which ``encode_text`` or ``encode_messages`` made these ids and this loss mask.
+        """Return the document from which ``encode_text`` or ``encode_messages`` made these ids and this loss mask. A chat whose turns cannot
+        be read back is returned as its text: ``{"rendered": [{"text", "loss"}, …]}``.
 
-        Raises: ``ChatRefusedError`` if the turns of a chat cannot be read back. ``find_loss`` finds such a chat before it becomes a document."""
+        Raises: ``ChatRefusedError`` if the text cannot be read back either. ``find_loss`` finds such a chat before it becomes a document."""
         if not self.is_chat(ids, mask):
             return {"text": self.decode(ids)}
-        return {"messages": self._form.decode_messages(ids.tolist(), mask.tolist())}
+        if isinstance(self._form, FactoryFormat):
+            return {"messages": self._form.decode_messages(ids.tolist(), mask.tolist())}
+        try:
+            return {"messages": self._form.decode_messages(ids.tolist(), mask.tolist())}
+        except ChatRefusedError:
+            return {"rendered": self._form.decode_rendered(ids.tolist(), mask.tolist())}
+
+    @library_faults()
+    def encode_document(self, content: Content) -> tuple[Ids, Mask]:
+        """Return the ids and the loss mask of what ``decode_document`` returns."""
+        if "text" in content:
+            return self.encode_text(content["text"])
+        if "messages" in content:
+            return self.encode_messages(content["messages"])
+        assert isinstance(self._form, ModelFormat)
+        ids, mask = self._form.encode_rendered(content["rendered"])
+        return np.array(ids, np.uint32), np.array(mask, bool)
 
     def find_loss(self, content: Content, ids: Ids, mask: Mask) -> Message | None:
         """Return why a document cannot be read back from its ids, or None if it can.
@@ -347,13 +375,26 @@ def write_tokenizer_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
 
 def has_template_with_tool_calls(folder: Path) -> bool:
     """Return whether the chat template in a tokenizer's folder writes tools, tool calls and reasoning as ingest does. True if there is no tokenizer
-    yet."""
+    yet, and false for the tokenizer of another model."""
+    if not has_own_names(folder):
+        return False
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8") in (CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS)
     except FileNotFoundError:
         return True
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def find_structure(folder: Path) -> frozenset[Structure]:
+    """Return which of tools, calls and reasoning the chat template in a tokenizer's folder takes as objects. The factory's own format takes none: it
+    writes them as text. None also if there is no tokenizer yet, or if its files are damaged, which loading it reports."""
+    if has_own_names(folder):
+        return frozenset()
+    try:
+        return find_structure_of_template(read_tokenizer_folder(folder, (folder / LIBRARY).read_bytes()))
+    except (OSError, InputError):
+        return frozenset()
 
 
 def list_special_tokens(folder: Path) -> tuple[str, ...]:

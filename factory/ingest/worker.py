@@ -43,19 +43,27 @@ from factory.ingest.document import (
     parse_document,
     parse_json,
 )
+from factory.ingest.forked_calls import ForkedCalls, ItemKilledProcessError
 from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, pop_row_origin
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow_hashes
-from factory.ingest.shapes.chats import ReadingNotes
+from factory.ingest.shapes.chats import ReadingNotes, Structure, Turn
 from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, contains_special_token
 from factory.ingest.tokenizing.chat_rendering import ChatRefusedError
+from factory.ingest.tokenizing.library_faults import TokenizerFailedError
 from factory.ingest.tokenizing.marked_library import SpellsMarkError
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualDurations, Watchdog
 from kernels.contract.message import Message
+
+# Bounds of a tokenizer of another maker: processor time of a document, memory, and documents that may end a process. A tokenizer that is not
+# hostile encodes a megabyte in about a second.
+SECONDS_A_DOCUMENT, SECONDS_A_MB = 20.0, 20.0
+MEMORY = 4 << 30
+MOST_KILLED = 20
 
 READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that ingest needs
 LONGEST_MAKER = 300  # characters of a model's name, which reports and cards show
@@ -71,6 +79,8 @@ class IngestJob:
     name: str  # the name of the file, which selects the mapping of its columns
     shows_text_only: bool  # whether the tokenizer was frozen with another chat template, in which ingest writes no tools, calls or reasoning
     special: tuple[str, ...] = SPECIAL  # the texts of the special tokens
+    structure: frozenset[Structure] = frozenset()  # what the chat template takes as objects, if it is of another model
+    document_seconds: float = SECONDS_A_DOCUMENT  # of processor time, for a document of few characters
 
 
 @dataclass(frozen=True)
@@ -106,8 +116,13 @@ class FinishedDocument:
     dropped: tuple[str, str] | None = None  # rule, detail
 
 
+_is_worker = False  # whether this process is a worker
+
+
 def initialise_worker() -> None:
     """Initialise a worker process. The process then ends when its parent ends, for whatever reason."""
+    global _is_worker
+    _is_worker = True
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = parent_process()
@@ -134,7 +149,7 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
         row = Row(number, key, key, "unknown")
         rows.append(row)
         try:
-            content = read_row(job.policy, row, raw, job.name, told, job.shows_text_only, job.special)
+            content = read_row(job.policy, row, raw, job.name, told, job.shows_text_only, job.special, job.structure)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
@@ -157,14 +172,15 @@ def read_row(
     row_counts: RowCounts,
     shows_text_only: bool = False,
     special: tuple[str, ...] = SPECIAL,
+    structure: frozenset[Structure] = frozenset(),
 ) -> Content:
-    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only`` and
-    ``special`` are those of ``IngestJob``.
+    """Validate, normalise, filter and redact one row of a file. Sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only``,
+    ``special`` and ``structure`` are those of ``IngestJob``.
 
     Raises: BadRow.
     """
     decoded, origin, mapping = _looked_at(policy, raw, file, row_counts)
-    notes, read = ReadingNotes(shows_text_only), {*READ}
+    notes, read = ReadingNotes(shows_text_only, structure), {*READ}
     if mapping:
         columns = [path for _, value in mapping[1].list_mapped_values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
@@ -230,16 +246,76 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
 
     if "text" in content:
         return {"text": one(content["text"])}
-    return {"messages": [m | {"content": one(m["content"])} for m in content["messages"]]}
+
+    def each(message: Turn) -> Turn:
+        changed = {
+            key: _map_values(part, one)
+            for key, part in message.items()
+            if key not in ("role", "tool_calls", "tool_call_id")
+        }
+        if "tool_calls" in message:  # their ids are names
+            changed["tool_calls"] = [
+                call | {"function": _map_values(call["function"], one)} for call in message["tool_calls"]
+            ]
+        return message | changed
+
+    return {"messages": [each(message) for message in content["messages"]]}
+
+
+def _map_values(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with each text changed, except keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_values(part, change) for key, part in value.items()}
+    return [_map_values(part, change) for part in value] if isinstance(value, list) else value
 
 
 def finish_chunk(
     job: IngestJob, chunk: int, tasks: Sequence[DocumentToFinish], tokenizer_folder: Path
 ) -> list[FinishedDocument]:
-    """Trim and tokenise the kept documents of a chunk."""
+    """Trim and tokenise the kept documents of a chunk.
+
+    A worker process leaves a tokenizer of another maker to a process of its own, which a document may end: then that document is dropped.
+    Raises: FactoryError if many documents do so.
+    """
     tokenizer = _tokenizer(tokenizer_folder)
     contents = read_spooled_contents(job.spool, chunk)
-    return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
+    if tokenizer.is_own or not _is_worker:
+        return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
+    calls, found = _forked(job.policy, tokenizer_folder), []
+    for task in tasks:
+        content = contents[task.place]
+        seconds = job.document_seconds + SECONDS_A_MB * len(join_texts(content)) / 1e6
+        try:
+            found.append(calls.call((task, content), seconds))
+            continue
+        except ItemKilledProcessError as error:
+            why = _describe_death(error, seconds)
+        except MemoryError:
+            why = Message("ingest.tokenizer_memory", "the tokenizer needs more than {gb} GB of memory", gb=MEMORY >> 30)
+        found.append(FinishedDocument(task.place, dropped=("tokenizer_failed", why)))
+        if calls.killed > MOST_KILLED:
+            raise FactoryError(
+                "ingest.tokenizer_keeps_failing",
+                "the tokenizer ends its process for more than {most} documents of {file}. The last failure: {why}. Nothing was stored",
+                most=MOST_KILLED, file=job.name, why=why,
+            )  # fmt: skip
+    return found
+
+
+def _describe_death(error: ItemKilledProcessError, seconds: float) -> Message:
+    if error.took_too_long:
+        return Message(
+            "ingest.tokenizer_time",
+            "the tokenizer needs more than {seconds:.0f} seconds of processor time for the document",
+            seconds=seconds,
+        )
+    return Message(
+        "ingest.tokenizer_died",
+        "the tokenizer's process was ended by the signal {signal}",
+        signal=signal.Signals(error.number).name,
+    )
 
 
 def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, tokenizer: Tokenizer) -> FinishedDocument:
@@ -268,12 +344,18 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
         return FinishedDocument(task.place, dropped=("chat_template", error.message))
     except SpellsMarkError as error:
         return FinishedDocument(task.place, dropped=("no_round_trip", error.message))
+    except TokenizerFailedError as error:
+        return FinishedDocument(task.place, dropped=("tokenizer_failed", error.message))
     if "messages" in content and not mask.any():
         unseen = Message(
             "ingest.answers_without_tokens", "the chat template writes no token of the assistant's answers"
         )
         return FinishedDocument(task.place, dropped=("chat_template", unseen))
-    if lossy := tokenizer.find_loss(content, tokens, mask):
+    try:
+        lossy = tokenizer.find_loss(content, tokens, mask)
+    except TokenizerFailedError as error:
+        return FinishedDocument(task.place, dropped=("tokenizer_failed", error.message))
+    if lossy:
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)
@@ -287,6 +369,22 @@ def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, to
 def _tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer. Each worker process loads it once."""
     return Tokenizer.load(folder)
+
+
+_forks: dict[Path, tuple[DataPolicy, ForkedCalls]] = {}  # of this worker, by the folder of the tokenizer
+
+
+def _forked(policy: DataPolicy, folder: Path) -> ForkedCalls:
+    """Return the process of this worker that tokenises documents, with the tokenizer that the worker has loaded."""
+    known = _forks.get(folder)
+    if known and known[0] == policy:
+        return known[1]
+    for _, calls in _forks.values():
+        calls.close()
+    _forks.clear()
+    tokenizer = _tokenizer(folder)
+    _forks[folder] = policy, ForkedCalls(lambda item: _finish_one(policy, item[0], item[1], tokenizer), MEMORY)
+    return _forks[folder][1]
 
 
 # -- the spool -------------------------------------------------------------------------------------------------------
@@ -329,9 +427,15 @@ class WorkerPool:
 
     def __enter__(self) -> WorkerPool:
         if self.workers > 0:
-            context = get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, mp_context=context, initializer=initialise_worker)
+            self.start(self.workers)
         return self
+
+    def start(self, workers: int) -> None:
+        """Let ``workers`` processes do the work from now on, if there are none yet."""
+        if self._executor is None:
+            self.workers = workers
+            context = get_context("spawn")
+            self._executor = ProcessPoolExecutor(workers, mp_context=context, initializer=initialise_worker)
 
     def __exit__(self, *exc: object) -> None:
         if self._executor:

@@ -12,6 +12,7 @@ from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, find_checkout_root
+from factory.ingest.installing import list_missing_tokens
 from factory.ingest.replay_corpus import find_replay_corpus
 from factory.ingest.rules.policy import REPLAY_DOMAIN
 from factory.ledger.imported_model import ImportedLicence, find_imported_licence, read_import_plan
@@ -27,6 +28,7 @@ from factory.training.import_source import ImportRefusedError, ImportSource
 from factory.training.importing import (
     open_import_source,
     plan_import,
+    read_new_rows,
     refuse_full_disk,
     refuse_other_import,
     run_import,
@@ -72,13 +74,15 @@ def make_imported_workspace(
         )
         source = held.enter_context(open_import_source(options.place, task.advance))
         task.advance(0.0, str(Message("imported_workspace.tries", "trying its tokenizer")))
-        tokenizer = held.enter_context(open_tokenizer(source.folder, "--from"))
-        if tokenizer.vocab_size > source.spec.vocab_size:
+        tokenizer = held.enter_context(open_tokenizer(source.folder, "--from", add_missing_tokens=True))
+        new_rows = list_missing_tokens(source.folder)
+        if (known := tokenizer.vocab_size - len(new_rows)) > source.spec.vocab_size:
             raise ImportRefusedError(
                 "imported_workspace.large_vocabulary",
                 "--from: the tokenizer has {tokens:,} tokens, but the model's embedding has only {rows:,} rows.",
-                tokens=tokenizer.vocab_size, rows=source.spec.vocab_size,
+                tokens=known, rows=source.spec.vocab_size,
             )  # fmt: skip
+        source = source.add_new_rows(new_rows)
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
             _refuse_other_workspace(workspace, options, source)
@@ -120,6 +124,7 @@ def describe_import(workspace: Workspace, ledger: Ledger, segment: int, release:
         "class": plan["class"],
         "licence": plan["licence"]["name"] or None,
         "files": plan["files"],
+        "new_tokens": [row.token for row in read_new_rows(plan)],
         "recipe": str(workspace.recipe_path()),
         "checkpoint": result.get("checkpoint"),
         "release": release,

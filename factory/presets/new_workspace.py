@@ -38,9 +38,14 @@ TRY_SECONDS = 300.0
 
 
 @contextmanager
-def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterator[Tokenizer]:
+def open_tokenizer(
+    file_or_folder: Path, option: str = "--tokenizer", add_missing_tokens: bool = False
+) -> Iterator[Tokenizer]:
     """Load a person's tokenizer into a temporary folder: a tokenizer.json, or a model's folder with its chat template. The temporary folder exists
-    during the ``with`` block. ``option``: the name of the option that gave it, for messages.
+    during the ``with`` block.
+
+    ``option``: the name of the option that gave it, for messages. ``add_missing_tokens``: give ids to the special tokens that the chat template
+    writes and the vocabulary lacks; without it they are an error.
 
     Raises: InputError if the tokenizer cannot be used.
     """
@@ -72,7 +77,7 @@ def open_tokenizer(file_or_folder: Path, option: str = "--tokenizer") -> Iterato
             source.mkdir()
             (source / "tokenizer.json").write_text(text, encoding="utf-8")
         try:
-            tokenizer, _ = prepare_tokenizer(source, folder)
+            tokenizer, _ = prepare_tokenizer(source, folder, add_missing_tokens)
         except InputError as error:
             said = str(error).replace(str(source / "tokenizer.json"), str(path)).replace(str(source), str(path.parent))
             raise InputError(

@@ -44,7 +44,13 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words
 from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
-from factory.ingest.tokenizer import Tokenizer, has_template_with_tool_calls, list_special_tokens, write_stated_ids
+from factory.ingest.tokenizer import (
+    Tokenizer,
+    find_structure,
+    has_template_with_tool_calls,
+    list_special_tokens,
+    write_stated_ids,
+)
 from factory.ingest.worker import (
     DocumentToFinish,
     FinishedDocument,
@@ -405,6 +411,7 @@ def _again(
     of_tokenizer = (
         not has_template_with_tool_calls(plant.workspace.tokenizer),
         list_special_tokens(plant.workspace.tokenizer),
+        find_structure(plant.workspace.tokenizer),
     )
     job = IngestJob(policy, folder / "spool", shard[:16], name, *of_tokenizer)
     known = _held_out_then(plant, shard, policy.decontamination.ngram)

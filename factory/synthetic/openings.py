@@ -124,6 +124,8 @@ def _opening(tokenizer: Tokenizer, content: Content, ids: npt.NDArray[np.int64],
         roles = [message["role"] for message in content["messages"]]
         before = content["messages"][: roles.index("assistant")]
         return {"messages": before} if before else None
+    if "rendered" in content:
+        return None  # a chat of which only the text is known
     kept = ids[len(tokenizer.bos) :][:tokens]
     while len(kept) and not content["text"].startswith(tokenizer.decode(kept)):
         kept = kept[:-1]  # the last token ends inside a character

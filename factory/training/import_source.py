@@ -7,16 +7,24 @@ number for NaN and infinity (``models.files``). The folder is untrusted, and not
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from factory.core.errors import InputError
+from factory.ingest.installing import AddedRow
+from factory.ingest.tokenizing.description import (
+    LEGACY_TEMPLATE,
+    list_more_templates,
+    read_chat_templates,
+    read_optional_object,
+)
 from factory.ledger.imported_model import ImportedLicence
 from kernels.contract.strict_yaml import read_yaml
 from models.adapters.config_reader import ModelFilesError
@@ -34,6 +42,7 @@ OTHER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+PER_TOKEN = ("embedding", "head")  # the native tensors with a row for each token
 LONGEST_LICENCE = 1 << 16  # characters of a licence's text that the ledger keeps
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 CARD = "README.md"
@@ -48,7 +57,10 @@ class ImportRefusedError(InputError):
 
 @dataclass(frozen=True)
 class ImportSource:
-    """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows."""
+    """A checked model. ``files``: name → SHA-256 of each file that the import depends on. ``spec.context`` is what the model allows.
+
+    ``new_rows``: tokens that the chat template needs and the model never had. They get the rows of their ids: free rows if the embedding is
+    larger than the vocabulary, else rows after its last."""
 
     folder: Path
     name: str
@@ -56,6 +68,7 @@ class ImportSource:
     files: dict[str, str]
     licence: ImportedLicence
     signatures: dict[str, Signature]  # of ``files``, when they were hashed
+    new_rows: tuple[AddedRow, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, advance: Advance = lambda share, note: None) -> ImportSource:
@@ -82,7 +95,10 @@ class ImportSource:
 
     @property
     def spec(self) -> ModelSpec:
-        return self.model.spec
+        """The description, with the rows of ``new_rows``."""
+        found = self.model.spec
+        size = max([found.vocab_size, *(row.id + 1 for row in self.new_rows)])
+        return found if size == found.vocab_size else found.model_copy(update={"vocab_size": size})
 
     @property
     def family(self) -> Family:
@@ -102,10 +118,16 @@ class ImportSource:
         """The same model, identified by the one file from which its folder was made."""
         return replace(self, name=file.stem, files={file.name: sha256})
 
+    def add_new_rows(self, rows: Sequence[AddedRow]) -> ImportSource:
+        """The same model with rows for new tokens in its embedding, and in its head if the head is a matrix of its own."""
+        return replace(self, new_rows=tuple(rows))
+
     def iterate_tensors(self, advance: Advance = lambda share, note: None) -> Iterator[tuple[str, Tensor]]:
         """Each tensor of the checkpoint by name, as fp32, one at a time. Raises: ImportRefusedError."""
         try:
             for name, tensor in self.model.iterate_native():
+                if self.new_rows and name in PER_TOKEN:
+                    tensor = fill_new_rows(tensor, [row.id for row in self.new_rows], getattr(torch, self.dtype))
                 yield name, tensor
                 advance(tensor.numel() / self.spec.parameters, name)
         except ModelFilesError as error:
@@ -124,6 +146,26 @@ class ImportSource:
                     "--from: {file} changed while the model was read. Nothing was imported. Wait until the folder is complete, then import again.",
                     file=self.folder / name,
                 )
+
+
+def fill_new_rows(rows_VD: Tensor, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return an embedding or a head [V, D] in which each of ``ids`` has the mean of all rows before the first of them, and which has rows up to the
+    last. The mean is rounded to ``dtype``, the type of the model's files, so that an export has it to the bit.
+
+    A new row's logit is the mean of the other logits, so by Jensen's inequality the softmax over V tokens loses at most ln(1 + n/V) to n new ones:
+    Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". transformers (resize_token_embeddings, with mean_resizing)
+    draws from a normal distribution around the same mean, with 1e-9 of the rows' covariance.
+
+        >>> fill_new_rows(torch.tensor([[1.0, 0.0], [3.0, 2.0]]), [2]).tolist()
+        [[1.0, 0.0], [3.0, 2.0], [2.0, 1.0]]
+    """
+    first, size = min(ids), max(len(rows_VD), max(ids) + 1)
+    # numpy adds row by row, so the sum does not depend on the number of threads.
+    mean_D = torch.from_numpy(rows_VD[:first].numpy().mean(0, dtype=np.float64)).to(dtype).to(rows_VD.dtype)
+    filled_VD = rows_VD.new_empty(size, rows_VD.shape[1])
+    filled_VD[: len(rows_VD)] = rows_VD
+    filled_VD[list(ids)] = mean_D
+    return filled_VD
 
 
 def sign_file(path: Path) -> Signature:
@@ -150,7 +192,16 @@ def _refuse_odd_files(folder: Path) -> None:
 
     Raises: ModelFilesError, ImportRefusedError.
     """
-    for name in (*OTHER_FILES, *LICENCE_FILES, CARD):
+    blobs = folder.parent.parent / "blobs"  # of a cache of Hugging Face's hub
+    homes = [folder, blobs] if folder.parent.name == "snapshots" else [folder]
+    for path in list_more_templates(folder):
+        if not (
+            any(path.resolve().is_relative_to(home) for home in homes)
+            and path.is_file()
+            and path.stat().st_size <= LARGEST_OTHER_FILE
+        ):
+            raise _odd_file(path)
+    for name in (*OTHER_FILES, LEGACY_TEMPLATE, *LICENCE_FILES, CARD):
         path = folder / name
         if not (path.is_symlink() or path.exists()):
             continue
@@ -159,33 +210,28 @@ def _refuse_odd_files(folder: Path) -> None:
             continue
         if name in LICENCE_FILES and path.is_dir():
             continue  # licences of the parts; none of them is read
-        raise ImportRefusedError(
-            "import_source.odd_file",
-            "--from: {file} must be a regular file of at most {most} MiB.",
-            file=path,
-            most=LARGEST_OTHER_FILE >> 20,
-        )
+        raise _odd_file(path)
+
+
+def _odd_file(path: Path) -> ImportRefusedError:
+    return ImportRefusedError(
+        "import_source.odd_file",
+        "--from: {file} must be a regular file of at most {most} MiB.",
+        file=path,
+        most=LARGEST_OTHER_FILE >> 20,
+    )
 
 
 def _refuse_two_templates(folder: Path) -> None:
-    """Raises: ImportRefusedError if chat_template.jinja and the key of tokenizer_config.json differ. Programs choose between them differently."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if not (file.is_file() and config.is_file()):
-        return
+    """Raises: ImportRefusedError if two files have different chat templates. Programs choose between them differently."""
     try:
-        named = json.loads(config.read_bytes()).get("chat_template")
-    except (ValueError, AttributeError, RecursionError):
+        config = read_optional_object(folder / "tokenizer_config.json")
+    except InputError:
         return  # the tokenizer's reader says what is wrong with the file
-    if isinstance(named, list):  # templates by name
-        named = next(
-            (one.get("template") for one in named if isinstance(one, dict) and one.get("name") == "default"), ""
-        )
-    if isinstance(named, str) and named.strip() != file.read_text(encoding="utf-8", errors="replace").strip():
-        raise ImportRefusedError(
-            "import_source.two_templates",
-            "--from: {folder} has two chat templates that differ: {file} and the key chat_template of {other}. Remove the one that is wrong.",
-            folder=folder, file=file.name, other=config.name,
-        )  # fmt: skip
+    try:
+        read_chat_templates(folder, config)
+    except InputError as error:
+        raise ImportRefusedError("import_source.two_templates", "--from: {reason}.", reason=error.message) from None
 
 
 def _read_start(path: Path | None) -> str:

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from factory.core.errors import DiskFullError
 from factory.core.faults import has_room_for
 from factory.core.path_removal import remove_path
+from factory.ingest.installing import AddedRow
 from factory.ledger.imported_model import ImportedLicence, find_import, read_import_plan
 from factory.ledger.ledger import Ledger, data_plans
 from factory.ledger.plant import Plant
@@ -90,6 +91,7 @@ def plan_import(plant: Plant, source: ImportSource, place: Path, licence: Import
     detail = {
         "place": str(place.expanduser().resolve()), "name": source.name, "family": source.family.name, "class": source.family.class_name,
         "files": source.files, "licence": asdict(licence), "dtype": source.dtype, "spec": source.spec.model_dump(),
+        "new_rows": [asdict(new) for new in source.new_rows],
     }  # fmt: skip
     with plant.ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan_id)).first() is None:
@@ -162,6 +164,7 @@ def _write_checkpoint(
                     "{place} has changed since the import was planned, so the import cannot be finished. Restore its files, or begin another "
                     "workspace.", place=place,
                 )  # fmt: skip
+            source = source.add_new_rows(read_new_rows(plan))
             refuse_full_disk(folder, source)
             # A workspace from before layers for multi-token prediction were imported has none, though its source may.
             older = not row.recipe_json["model"].get("multi_token_layers", 0)
@@ -177,6 +180,11 @@ def _write_checkpoint(
                 source.refuse_changed_files()
 
             return write_imported_checkpoint(checkpoints, shapes, tensors(), state)
+
+
+def read_new_rows(plan: Mapping[str, Any]) -> tuple[AddedRow, ...]:
+    """The tokens that got new rows, from the plan of an import. An import of an older factory has none."""
+    return tuple(AddedRow(new["token"], new["id"]) for new in plan.get("new_rows", ()))
 
 
 def refuse_full_disk(folder: Path, source: ImportSource) -> None:

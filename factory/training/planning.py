@@ -24,7 +24,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
 from factory.ingest.rules.policy import REPLAY_DOMAIN, DataPolicy, LicenceRules
 from factory.ingest.vocabulary_size import check_vocabulary
-from factory.ledger.imported_model import refuse_unfinished_import
+from factory.ledger.imported_model import read_import_plan, refuse_unfinished_import
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, replace_erased_token_shards
@@ -441,6 +441,28 @@ def _newest(db: SqlReader, kind: str, parent: int | None) -> dict[str, Any] | No
     return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
 
 
+def _refuse_frozen_new_rows(plant: Plant, recipe: Recipe, parent: SegmentRow) -> None:
+    """Raises: ConfigError if the imported model has new rows for tokens, and neither a segment before nor this recipe trains them. All new rows are
+    equal, so such a model cannot tell the tokens apart."""
+    from trainer.contract.recipe import is_trained
+
+    first, *later = SegmentRow.read_lineage(plant.ledger, parent.id)
+    plan = read_import_plan(plant.ledger, first.id) if first.kind == IMPORT else {}
+    new = [row["token"] for row in plan.get("new_rows", ())]
+    tables = ["embedding"] if recipe.model.tied else ["embedding", "head"]
+    trains = lambda adapt, freeze: all(is_trained(name, adapt, freeze or ()) for name in tables)
+    if not new or any(
+        trains(row.recipe_json.get("adapt"), row.recipe_json.get("freeze")) for row in later if row.has_steps
+    ):
+        return
+    if not trains(recipe.adapt, recipe.freeze):
+        raise ConfigError(
+            "training.new_rows_frozen", "{recipe_file}: the key {key} keeps {tables} unchanged, but the rows of the tokens {tokens} are new and all "
+            "equal, so the model cannot tell these tokens apart. Remove the key for the first segment.",
+            recipe_file=plant.workspace.recipe_path(), key="adapt" if recipe.adapt else "freeze", tables=tables, tokens=new,
+        )  # fmt: skip
+
+
 def refuse_changed_model(
     plant: Plant, recipe: Recipe, parent: SegmentRow | None, named: Sequence[str] = ()
 ) -> list[Message]:
@@ -463,6 +485,7 @@ def refuse_changed_model(
     if parent is None:
         _refuse_unused_changes(named, ())
         return []
+    _refuse_frozen_new_rows(plant, recipe, parent)
     workspace = plant.workspace
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:

@@ -48,6 +48,7 @@ NOT_MESSAGES = {
     "factory/ingest/rules/licence_names.py": "a table of licences' ids",
     "factory/ingest/shapes/tools_prompt.py": "a prompt for language models",
     "factory/ingest/tokenizing/tokenizer_probes.py": "test inputs of a tokenizer",
+    "factory/presets/try_tokenizer.py": "test inputs of a tokenizer",
     "agents/core/pages/": "the skeleton of HTML pages",
     "agents/line_profiler/report/drawing.py": "drawings as SVG",
     "agents/kernel_engineer/prompts.py": "a prompt for a language model",

@@ -3,13 +3,15 @@
     >>> read_turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), ReadingNotes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
-The template shows a role and a text, and writes tools, tool calls and reasoning as text (``tool_calls``). This module does the same. It refuses a row
+The template shows a role and a text, and writes tools, tool calls and reasoning as text (``tool_calls``). This module does the same. For the
+template of another model it leaves those that the template takes as objects, under the names that transformers gives to templates. It refuses a row
 with another field that has a meaning (names, images), because the meaning would be lost. A person can have such a field dropped with ``ignore`` in
 ``data.yaml: fields``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -67,18 +69,30 @@ _OF_ROWS = MEANINGFUL - {"name"}
 _OF_MANY = frozenset({"messages", "conversations", "conversation", "chosen"})
 _READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
-Turn = dict[str, Any]  # {"role": str, "content": str}; also {"weight": 0} if it is an answer that carries no loss
+# {"role": str, "content": str}; also {"weight": 0} if it is an answer that carries no loss. For the template of another model also "tool_calls",
+# "reasoning_content", "tool_call_id" and "name", and "tools" in a chat's first turn.
+Turn = dict[str, Any]
+Structure = Literal["tools", "calls", "reasoning"]  # what a template of another model may take as objects
+_STRUCTURE_OF: dict[str, Structure] = {
+    **dict.fromkeys(TOOLS, "tools"), **dict.fromkeys((*CALLS, "tool_call_id", "name"), "calls"), **dict.fromkeys(REASONING_KEYS, "reasoning")
+}  # fmt: skip
 
 
 @dataclass
 class ReadingNotes:
     """Facts about how a row was read. ``messages`` are for a person. ``unread_fields`` are the fields that are not used. ``refused_fields`` are
-    fields with a meaning that the template cannot show. ``shows_text_only`` is true for an older template, which shows only roles and texts."""
+    fields with a meaning that the template cannot show. ``shows_text_only`` is true for an older template, which shows only roles and texts, and for
+    one of another model. ``structure``: what the latter takes as objects."""
 
     shows_text_only: bool = False
+    structure: frozenset[Structure] = frozenset()
     messages: set[str] = field(default_factory=set)
     unread_fields: set[str] = field(default_factory=set)
     refused_fields: set[str] = field(default_factory=set)
+
+    def shows(self, name: str) -> bool:
+        """Return whether the template shows a field of tools, calls or reasoning, as text or as an object."""
+        return not self.shows_text_only or _STRUCTURE_OF.get(name) in self.structure
 
 
 def has_loss(message: Mapping[str, Any]) -> bool:
@@ -115,7 +129,7 @@ def raise_for_refused_fields(notes: ReadingNotes) -> None:
         if notes.shows_text_only and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
             wrong = Message(
                 "shapes.field_not_shown_here",
-                "the chat template of this workspace is too old to show these fields: {fields}. A new workspace can show them. To drop "
+                "the chat template of this workspace is too old or of another model, and cannot show these fields: {fields}. To drop "
                 "the fields and keep the text, write 'ignore: [{fields}]' under 'fields' in data.yaml",
                 fields=named,
             )
@@ -150,12 +164,14 @@ def add_reasoning(
     names = [
         name for name in REASONING_KEYS if name in row and name not in read_fields and _says_something(name, row[name])
     ]
-    names = [name for name in names if name not in ignored_fields and not notes.shows_text_only]
+    names = [name for name in names if name not in ignored_fields and notes.shows(name)]
     last, answers = turns[-1], [turn for turn in turns if turn["role"] == "assistant"]
     if not names or answers != [last] or _OF_MANY & read_fields:
         return turns
     read_fields.update(names)
     reasoning = _reasoning("the row", row, names, last["content"], notes)
+    if "reasoning" in notes.structure:
+        return [*turns[:-1], last | {"reasoning_content": reasoning}]
     return [*turns[:-1], last | {"content": render_answer(last["content"], reasoning, [])}]
 
 
@@ -169,7 +185,7 @@ def add_tools(
     """Return the chat with the row's tools in its system turn. Raises: BadRow 'bad_schema'."""
     found = [name for name in TOOLS if name in row and name not in read_fields and _says_something(name, row[name])]
     read_fields.update(TOOLS)
-    for name in [name for name in found if notes.shows_text_only or name in ignored_fields]:
+    for name in [name for name in found if not notes.shows(name) or name in ignored_fields]:
         _refused_or_ignored(name, ignored_fields, notes)
         found.remove(name)
     if not found:
@@ -192,6 +208,8 @@ def add_tools(
             )
         )
         return turns
+    if "tools" in notes.structure:
+        return [turns[0] | {"tools": [json.loads(tool.json_line) for tool in tools]}, *turns[1:]]
     notes.messages.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
     return [{"role": "system", "content": append_tools(system, tools)}, *others]
 
@@ -239,13 +257,29 @@ def _turn(
             where=where,
         )
         raise BadRow("bad_schema", twice)
-    if calls:
+    if calls and "calls" not in notes.structure:
         notes.messages.add(
             Message("shapes.calls_written", "tool calls are written into the assistant's turn (<tool_call>)")
         )
     awaited += calls
-    turn: Turn = {"role": role, "content": render_answer(content or "", reasoning, calls)}
+    turn: Turn = {"role": role, "content": content or ""}
+    if notes.structure:
+        turn |= {"reasoning_content": reasoning} if reasoning else {}
+        turn |= {"tool_calls": [_as_object(call) for call in calls]} if calls else {}
+        turn |= {
+            name: message[name]
+            for name in ("tool_call_id", "name")
+            if role == "tool" and isinstance(message.get(name), str)
+        }
+    else:
+        turn["content"] = render_answer(content or "", reasoning, calls)
     return turn | {"weight": 0} if _weighs_nothing(place, role, message, notes) else turn
+
+
+def _as_object(call: DocumentToolCall) -> dict[str, Any]:
+    """Return a call as transformers gives it to a template: OpenAI's object, with the arguments as an object and not as text."""
+    named = {"id": call.id} if isinstance(call.id, str) else {}
+    return {**named, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
 def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: ReadingNotes) -> str:
@@ -260,7 +294,7 @@ def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content:
             fields=names,
         )
         raise BadRow("bad_schema", twice)
-    if reasoning:
+    if reasoning and not notes.structure:
         notes.messages.add(Message("shapes.reasoning_written", "reasoning is written before the answer (<think>)"))
     return reasoning
 
@@ -289,7 +323,7 @@ def _fields(
             continue
         if not _says_something(name, value):
             continue
-        if name not in ignore and not notes.shows_text_only:
+        if name not in ignore and notes.shows(name):
             if role == "assistant" and name in (*CALLS, *REASONING_KEYS):
                 shown.add(name)
                 continue

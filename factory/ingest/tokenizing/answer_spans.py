@@ -8,7 +8,10 @@ second rendering without marks is the first one, character by character.
 2. Marks stand inside the blanks. Which of the blanks were kept is seen from a third rendering, of contents without blanks: the text between two
    answers may be longer only by blanks of their ends.
 3. An empty answer may have no place for marks (templates ask ``if content``). It begins where the rendering of the chat up to it ends, with the
-   words that ask for an answer. So does an answer with tool calls or reasoning, which ends where the rendering up to the next message ends.
+   words that ask for an answer. So does an answer with tool calls or reasoning. It ends where the rendering up to the next message ends. If the
+   template writes the beginning of the chat otherwise when messages follow (reasoning is often left out then), the answer begins and ends where
+   another content in its place does, as far as the text before and after that content is the same.
+4. Some templates read reasoning out of a content that has ``</think>``, and write it anew. Such an answer is found like one with reasoning.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from factory.ingest.shapes.tool_calls import CALLS, REASONING_KEYS
 from factory.ingest.tokenizing.chat_rendering import Chat, ChatRefusedError
 
 _FIRST_MARK, _MARKS = 0xF0000, 0xFFFE  # supplementary private use area A
+_THINKS = "</think>"
 Render = Callable[[Chat, bool], str]  # (messages, whether the text ends with the words that ask for an answer) → text
 Span = tuple[int, int]
 
@@ -50,24 +54,40 @@ def find_answers(messages: Chat, render: Render) -> RenderedChat:
         raise _unproven(0)
     turns = [at for at in places if _writes_more_than_content(messages[at])]
     marked = [at for at in places if at not in turns]
-    spans = _see_whole_contents(messages, marked, plain, render)
-    if spans is None:
-        cores = [at for at in marked if messages[at]["content"].strip()]
-        spans = _see_cores(messages, cores, plain, render)
+    spans = _see_contents(messages, marked, plain, render)
+    thinking = [at for at in marked if _THINKS in messages[at]["content"]]
+    if spans is None and thinking:
+        turns, marked = [*turns, *thinking], [at for at in marked if at not in thinking]
+        spans = _see_contents(messages, marked, plain, render)
+    elif spans is not None:
+        turns += [at for at in thinking if at in spans and plain[slice(*spans[at])] not in messages[at]["content"]]
     if spans is None:
         raise _unproven(places[0] if places else 0)
+    whole = set()
     for at in places:
-        if at not in spans:
-            spans[at] = _see_turn(messages, at, plain, render, at in turns)
+        if at in turns:
+            start, stop, is_whole = _see_turn(messages, at, plain, render)
+            spans[at] = start, stop
+            whole |= {at} if is_whole else set()
+        elif at not in spans:
+            spans[at] = (_see_start(messages, at, plain, render),) * 2
     found = [spans[at] for at in places]
     for at, (one, following) in zip(places[1:], zip(found, found[1:])):
         if one[1] > following[0]:
             raise _unproven(at)
-    return RenderedChat(plain, tuple(found), tuple(at in turns for at in places))
+    return RenderedChat(plain, tuple(found), tuple(at in whole for at in places))
 
 
 def _writes_more_than_content(message: Mapping[str, Any]) -> bool:
     return not isinstance(message.get("content"), str) or any(message.get(key) for key in (*CALLS, *REASONING_KEYS))
+
+
+def _see_contents(messages: Chat, places: Sequence[int], plain: str, render: Render) -> dict[int, Span] | None:
+    """Return the places of the contents, by the message's number, as far as they are not blank. None if they cannot be seen."""
+    found = _see_whole_contents(messages, places, plain, render)
+    if found is not None:
+        return found
+    return _see_cores(messages, [at for at in places if messages[at]["content"].strip()], plain, render)
 
 
 def _see_whole_contents(messages: Chat, places: Sequence[int], plain: str, render: Render) -> dict[int, Span] | None:
@@ -112,16 +132,40 @@ def _see_cores(messages: Chat, places: Sequence[int], plain: str, render: Render
     return found
 
 
-def _see_turn(messages: Chat, at: int, plain: str, render: Render, whole: bool) -> Span:
-    """Return where the answer at a place begins, and with ``whole`` where its turn ends, from renderings of the chat's beginning."""
+def _see_start(messages: Chat, at: int, plain: str, render: Render) -> int:
+    """Return where the answer at a place begins: after the words that ask for it, or where another content in its place begins."""
     try:
         start = render(messages[:at], True)
-        stop = render(messages[: at + 1], False) if whole else start
-    except ChatRefusedError as error:
-        raise _unproven(at) from error
-    if not (plain.startswith(start) and plain.startswith(stop) and len(start) <= len(stop)):
+        if plain.startswith(start):
+            return len(start)
+    except ChatRefusedError:
+        pass
+    around = _see_around(messages, at, render)
+    if around is None or not plain.startswith(around[0]):
         raise _unproven(at)
-    return len(start), len(stop)
+    return len(around[0])
+
+
+def _see_turn(messages: Chat, at: int, plain: str, render: Render) -> tuple[int, int, bool]:
+    """Return where the answer at a place begins, where it ends, and whether this end is that of the turn, with what closes it."""
+    start = _see_start(messages, at, plain, render)
+    try:
+        whole = render(messages[: at + 1], False)
+        if plain.startswith(whole) and start <= len(whole):
+            return start, len(whole), True
+    except ChatRefusedError:
+        pass  # some templates refuse a chat that ends with a call
+    around = _see_around(messages, at, render)
+    if around is None or not plain.endswith(around[1]) or len(plain) - len(around[1]) < start:
+        raise _unproven(at)
+    return start, len(plain) - len(around[1]), False
+
+
+def _see_around(messages: Chat, at: int, render: Render) -> tuple[str, str] | None:
+    """Return the text before and after another content in place of the answer. None if the template does not write it once."""
+    others = [*messages[:at], {"role": "assistant", "content": ""}, *messages[at + 1 :]]
+    cut = _cut(others, {at: f"{_mark(0)}{_mark(1)}"}, render)
+    return None if cut is None else (cut[0], cut[2])
 
 
 def _cut(messages: Chat, contents: Mapping[int, str], render: Render) -> list[str] | None:

@@ -32,6 +32,8 @@ _LONGEST_SOURCE = 1_000_000  # characters of a template
 # The date of documents. Their ids must not depend on the day, so that a token shard can be made again. Llama 3.1's template has this date too.
 DATE_OF_DOCUMENTS = datetime.datetime(2024, 7, 26)
 
+NOT_SHOWN = ("weight", "tools")  # keys of a document's messages that no template gets with the message
+
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -54,7 +56,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals |= {
             "raise_exception": _raise,
             "strftime_now": lambda form: self.now.strftime(form),
-            "dict": _plain_dict,
+            "dict": _TemplateDict(),
             "namespace": _TemplateNamespace,
         }
 
@@ -122,12 +124,27 @@ class _Generation(jinja2.ext.Extension):
         return caller()
 
 
+class _TemplateDict:
+    """What a template gets under the name ``dict``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
 class _TemplateNamespace(jinja2.utils.Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
         if any(str(name).startswith("_") for name in dict(*args, **kwargs)):
             raise jinja2.exceptions.SecurityError("namespace")
         jinja2.utils.Namespace.__init__(self, *args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError("namespace")
+        super().__setitem__(name, value)
 
 
 class ChatTemplate:
@@ -193,10 +210,9 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers gives it to a template: with reasoning under each of its names, nothing but JSON values, and no key that is
-    null, because a template would write ``None``."""
-    given = ((key, value) for key, value in message.items() if key != "weight" and value is not None)
-    found: dict[str, Any] = {str(key): _plain(value) for key, value in given}
+    """Return a message as transformers gives it to a template: with reasoning under each of its names, without nulls, and nothing but JSON values."""
+    given = {str(key): _plain(value) for key, value in message.items() if key not in NOT_SHOWN}
+    found: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((found[name] for name in names if found.get(name) is not None), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
@@ -208,10 +224,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return value if value is None or isinstance(value, str | int | float | bool) else f"<{type(value).__name__}>"
-
-
-def _plain_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
 
 
 def _raise(message: str) -> None:

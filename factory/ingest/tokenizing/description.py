@@ -28,6 +28,8 @@ END_NAMES = (
 LIBRARY, CONFIG, NAMES, TEMPLATE, GENERATION = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+LEGACY_TEMPLATE, TEMPLATES = "chat_template.json", "additional_chat_templates"  # a file, and a folder of files
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates that transformers chooses by itself
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -37,7 +39,7 @@ class TokenizerFolder:
 
     ``library``: tokenizer.json, with the added tokens and the post-processor that transformers gives it. ``config``: tokenizer_config.json.
     ``names``: the texts of named tokens, by name. ``stated_ids``: what generation_config.json says under ``ID_KEYS``.
-    ``missing``: named tokens that the vocabulary lacks, by name; transformers would give them new ids.
+    ``missing``: named tokens that the vocabulary lacks, by name; transformers would give them new ids. ``templates``: the chat templates, by name.
     """
 
     folder: Path
@@ -46,8 +48,13 @@ class TokenizerFolder:
     config: Mapping[str, Any]
     names: Mapping[str, str]
     stated_ids: Mapping[str, Any]
-    chat_template: str | None
+    templates: Mapping[str, str]
     missing: Mapping[str, str]
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template for chats without tools; None if there is none."""
+        return self.templates.get(DEFAULT)
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -112,7 +119,7 @@ def read_tokenizer_folder(folder: Path, data: bytes, shown_as: Path | None = Non
         config,
         named,
         {key: value for key, value in read_optional_object(folder / GENERATION, shown_as).items() if key in ID_KEYS},
-        read_chat_template(folder, config, shown_as),
+        read_chat_templates(folder, config, shown_as),
         missing,
     )
 
@@ -152,28 +159,66 @@ def read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     return {str(piece): number for number, (piece, _) in enumerate(found)}
 
 
-def read_chat_template(folder: Path, config: Mapping[str, Any], shown_as: Path | None = None) -> str | None:
-    """Return the chat template of a folder; None if it has none. Raises: InputError if two files have different templates."""
-    path, key = folder / TEMPLATE, config.get("chat_template")
-    if isinstance(key, list):  # several templates by name
-        key = {entry.get("name"): entry.get("template") for entry in key if isinstance(entry, dict)}.get("default")
-    try:
-        of_file = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        of_file = None
-    except (OSError, UnicodeDecodeError) as error:
+def list_more_templates(folder: Path) -> list[Path]:
+    """Return the files of chat templates in a tokenizer's folder beside its main one, each named after its template."""
+    return sorted((folder / TEMPLATES).glob("*.jinja")) if (folder / TEMPLATES).is_dir() else []
+
+
+def read_chat_templates(folder: Path, config: Mapping[str, Any], shown_as: Path | None = None) -> dict[str, str]:
+    """Return the chat templates of a folder by name, as transformers 5 finds them. It takes 'tool_use' for chats with tools, else 'default'.
+
+    transformers reads chat_template.jinja as 'default', and each file of additional_chat_templates/ by its name. If there are such files, it does not
+    look at the key of tokenizer_config.json. Its processors, and vLLM through them, read chat_template.json first. Therefore all texts with one
+    name must be equal. Raises: InputError that names two different files, or a file that transformers' tokenizers do not read.
+    """
+    shown = shown_as or folder
+    places: dict[str, list[tuple[str, str]]] = {}  # by name of the template: where it stands, and its text
+    for name, path in [(DEFAULT, folder / TEMPLATE), *((path.stem, path) for path in list_more_templates(folder))]:
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                "ingest.unreadable_template", "{path} cannot be read: {error}", path=path, error=str(error)
+            ) from error
+        places.setdefault(name, []).append((str(path.relative_to(folder)), text))
+    of_files = {name: found[0][1] for name, found in places.items()}
+    key = config.get("chat_template")
+    listed = key if isinstance(key, list) else [{"name": DEFAULT, "template": key}]
+    of_config = {
+        str(entry.get("name")): entry["template"]
+        for entry in listed
+        if isinstance(entry, dict) and isinstance(entry.get("template"), str)
+    }
+    legacy = read_optional_object(folder / LEGACY_TEMPLATE, shown_as).get("chat_template")
+    for name, text in of_config.items():
+        places.setdefault(name, []).append((CONFIG, text))
+    if isinstance(legacy, str):
+        places.setdefault(DEFAULT, []).append((LEGACY_TEMPLATE, legacy))
+    for name, found in places.items():
+        for where, text in found[1:]:
+            if text.removesuffix("\n") != found[0][1].removesuffix("\n"):
+                raise InputError(
+                    "ingest.two_templates",
+                    "{folder} has two different chat templates of the name {name!r}: in {first} and in {second}. Programs read one or the other. "
+                    "Remove the wrong one",
+                    folder=shown, name=name[:40], first=found[0][0], second=where,
+                )  # fmt: skip
+    chosen = of_files or of_config
+    if isinstance(legacy, str) and DEFAULT not in chosen:
         raise InputError(
-            "ingest.unreadable_template", "{path} cannot be read: {error}", path=path, error=str(error)
-        ) from error
-    if of_file is not None and isinstance(key, str) and of_file.rstrip("\n") != key.rstrip("\n"):
+            "ingest.legacy_template",
+            "{path} has a chat template, which processors read and tokenizers do not. Write its text into {wanted}, or remove the file",
+            path=shown / LEGACY_TEMPLATE, wanted=shown / TEMPLATE,
+        )  # fmt: skip
+    if of_files and DEFAULT not in of_files:
         raise InputError(
-            "ingest.two_templates",
-            "{path} and the key chat_template of {config} are two different chat templates. Programs read one or the other. "
-            "Remove the wrong one",
-            path=(shown_as or folder) / TEMPLATE,
-            config=(shown_as or folder) / CONFIG,
-        )
-    return of_file if of_file is not None else key if isinstance(key, str) else None
+            "ingest.no_default_template",
+            "{folder} has the chat templates {names}, but none of the name 'default', so chats without tools cannot be written. Add {wanted}",
+            folder=shown, names=sorted(of_files)[:9], wanted=TEMPLATE,
+        )  # fmt: skip
+    return chosen
 
 
 def find_special_ids(found: TokenizerFolder, inner: tokenizers.Tokenizer) -> SpecialIds:

@@ -16,15 +16,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import tokenizers
 
 from factory.core.errors import InputError
-from factory.ingest.shapes.chats import has_loss, make_turn
+from factory.ingest.shapes.chats import Structure, has_loss, make_turn
 from factory.ingest.tokenizing.answer_spans import RenderedChat, find_answers
 from factory.ingest.tokenizing.chat_rendering import DATE_OF_DOCUMENTS, Chat, ChatRefusedError, ChatTemplate
-from factory.ingest.tokenizing.description import TokenizerFolder, find_special_ids
+from factory.ingest.tokenizing.description import TOOL_USE, TokenizerFolder, find_special_ids
 from factory.ingest.tokenizing.fast_path import find_fast_path
 from factory.ingest.tokenizing.marked_library import MarkedLibrary
 from factory.ingest.tokenizing.tokenizer_probes import PROBES
@@ -71,6 +72,9 @@ class ModelFormat:
         self.template = (
             None if found.chat_template is None else ChatTemplate(found.chat_template, found.template_variables)
         )
+        self._tool_template = (
+            ChatTemplate(found.templates[TOOL_USE], found.template_variables) if TOOL_USE in found.templates else None
+        )
         self.special = found.special
         self.vocab_size = 1 + max(found.ids.values())
         ids = find_special_ids(found, library)
@@ -116,20 +120,26 @@ class ModelFormat:
 
     # -- chats ---------------------------------------------------------------------------------------------------------
     def encode_messages(
-        self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
+        self,
+        messages: Chat,
+        tools: Sequence[Any] | None = None,
+        now: datetime.datetime = DATE_OF_DOCUMENTS,
+        strict: bool = False,
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a chat, and its loss mask: the assistant's answers and the tokens that close them, except answers of weight 0.
 
+        ``strict``: refuse a chat that the template writes without one of its tools or calls, or without the last reasoning.
+
         Raises: ``ChatRefusedError`` if the template refuses the chat or an answer's place is not proven; ``SpellsMarkError``."""
-        encoded = self._encode_chat(messages, tools, now)
+        encoded = self._encode_chat(messages, tools, now, strict)
         return encoded.ids, _make_mask(encoded, messages)
 
     def encode_prompt(
         self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
     ) -> list[int]:
         """Return the ids of a chat up to the assistant's next answer. Raises: ``ChatRefusedError``, ``SpellsMarkError``."""
-        hidden, said, offered = self._hide(messages, tools)
-        text = self._template().render(said, True, offered, now)
+        hidden, said, offered = self._hide(*_take_tools(messages, tools))
+        text = self._template(offered).render(said, True, offered, now)
         return list(self.library.encode(self._restore(text, hidden)[0]).ids)
 
     def decode_messages(self, ids: Sequence[int], mask: Sequence[bool]) -> list[dict[str, Any]]:
@@ -150,12 +160,45 @@ class ModelFormat:
                 return weighed
         raise ChatRefusedError("ingest.chat_not_decodable", "the turns of the chat cannot be read back from its tokens")
 
+    def decode_rendered(self, ids: Sequence[int], mask: Sequence[bool]) -> list[dict[str, Any]]:
+        """Return the text of a chat as its template wrote it, cut where loss begins and ends: ``{"text", "loss"}`` of each piece.
+
+        Raises: ``ChatRefusedError`` if the pieces do not have these ids and this mask."""
+        ends = [at for at in range(1, len(ids)) if bool(mask[at]) != bool(mask[at - 1])] + [len(ids)]
+        pieces: list[dict[str, Any]] = []
+        before = ""
+        for end in ends:
+            text = self.library.write_names(self.library.decode(ids[:end], keep_special=True))
+            if not text.startswith(before):
+                break  # a piece ends inside a character
+            pieces.append({"text": text[len(before) :], "loss": bool(mask[end - 1])})
+            before = text
+        if not pieces or self.encode_rendered(pieces) != (list(ids), [bool(flag) for flag in mask]):
+            raise ChatRefusedError(
+                "ingest.text_not_decodable", "the text of the chat cannot be read back from its tokens"
+            )
+        return pieces
+
+    def encode_rendered(self, pieces: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Return the ids and the loss mask of a chat from what ``decode_rendered`` returns. Each spelled special token is the token."""
+        marked = [self.library.write_marks(piece["text"]) for piece in pieces]
+        stops = list(accumulate(map(len, marked)))
+        encoded = self.library.encode("".join(marked))
+        owners = [min(bisect_right(stops, max(first, after - 1)), len(pieces) - 1) for first, after in encoded.offsets]
+        return list(encoded.ids), [bool(pieces[owner]["loss"]) for owner in owners]
+
     def _encode_chat(
-        self, messages: Chat, tools: Sequence[Any] | None = None, now: datetime.datetime = DATE_OF_DOCUMENTS
+        self,
+        messages: Chat,
+        tools: Sequence[Any] | None = None,
+        now: datetime.datetime = DATE_OF_DOCUMENTS,
+        strict: bool = False,
     ) -> EncodedChat:
-        hidden, said, offered = self._hide(messages, tools)
-        template = self._template()
+        hidden, said, offered = self._hide(*_take_tools(messages, tools))
+        template = self._template(offered)
         rendered = find_answers(said, lambda chat, waits: template.render(chat, waits, offered, now))
+        if strict:
+            _refuse_lost_structure(said, offered, rendered)
         spans = self._close(rendered)
         text, moved = self._restore(rendered.text, hidden)
         encoded = self.library.encode(text)
@@ -163,7 +206,9 @@ class ModelFormat:
         answers = [AnswerSpan(moved(span.start), moved(span.stop), moved(span.closed)) for span in spans]
         return EncodedChat(list(encoded.ids), _choose_tokens(encoded, marks, answers, self._special_ids))
 
-    def _template(self) -> ChatTemplate:
+    def _template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
+        if tools and self._tool_template is not None:
+            return self._tool_template
         if self.template is None:
             raise ChatRefusedError(
                 "ingest.no_chat_template",
@@ -311,8 +356,9 @@ class ModelFormat:
         return next(iter(closing), None), closing
 
 
-def find_missing_special_tokens(found: TokenizerFolder) -> list[str]:
-    """Return the special tokens that the chat template writes for plain chats, and that the vocabulary lacks, in order.
+def find_missing_special_tokens(found: TokenizerFolder, with_structure: bool = False) -> list[str]:
+    """Return the special tokens that the chat template writes for plain chats, and that the vocabulary lacks, in order. ``with_structure``: also for
+    chats with tools, calls and reasoning.
 
     A model cannot learn or stop at a token that it has no row for. Raises: InputError if the template is broken or refuses every plain chat.
     """
@@ -332,11 +378,100 @@ def find_missing_special_tokens(found: TokenizerFolder) -> list[str]:
             "the chat template cannot write a chat of a user and an assistant: {reason}. Correct chat_template.jinja",
             reason=refusals[0].message,
         )
-    added = {token["content"] for token in found.library["added_tokens"]}
+    if with_structure:
+        written += _write_structures(found).values()
     named = [text for text in found.names.values() if text not in found.ids]
-    looks = [match.group() for text in written for match in _LOOKS_SPECIAL.finditer(text)]
-    missing = [text for text in looks if text not in added]
+    missing = _find_looks_special(found, written)
     return list(dict.fromkeys([*missing, *(text for text in named if any(text in one for one in written))]))
+
+
+def _refuse_lost_structure(messages: Chat, tools: Sequence[Any] | None, rendered: RenderedChat) -> None:
+    """Raises: ``ChatRefusedError`` if the template wrote the chat without a tool, without a call, or without the reasoning of the last answer."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    texts = [rendered.text[start:stop] for start, stop in rendered.answers]
+    wanted = [
+        (call["function"]["name"], text) for one, text in zip(answers, texts) for call in one.get("tool_calls") or ()
+    ]
+    wanted += [
+        (tool["function"]["name"] if "function" in tool else tool["name"], rendered.text) for tool in tools or ()
+    ]
+    wanted += [((one.get("reasoning_content") or "").strip(), text) for one, text in zip(answers[-1:], texts[-1:])]
+    if lost := next((part for part, text in wanted if part not in text), None):
+        raise ChatRefusedError(
+            "ingest.structure_not_written",
+            "the chat template does not write the tool, the call or the reasoning {part!r} of the chat",
+            part=lost[:40],
+        )
+
+
+def _take_tools(messages: Chat, tools: Sequence[Any] | None) -> tuple[Chat, Sequence[Any] | None]:
+    """Return messages and the tools that are offered, which stand in the first message of a document."""
+    return messages, tools or (messages[0].get("tools") if messages else None) or None
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_river",
+        "description": "Finds a meadow",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "find_river", "arguments": {"town": "harbour"}}}
+_ASKED = {"role": "user", "content": "Hello there"}
+_ANSWERED = {"role": "assistant", "content": "Good day"}
+# What a template must write of a chat to count as one that takes a thing: a chat, its tools, and words.
+_STRUCTURES: dict[Structure, tuple[list[dict[str, Any]], list[Any] | None, tuple[str, ...]]] = {
+    "tools": ([_ASKED, _ANSWERED], [_TOOL], ("find_river", "meadow", "town")),
+    "calls": (
+        [
+            _ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "a bridge", "name": "find_river", "tool_call_id": "abcdefghi"},
+            _ANSWERED,
+        ],
+        None,
+        ("find_river", "town", "harbour", "bridge"),
+    ),
+    "reasoning": ([_ASKED, _ANSWERED | {"reasoning_content": "a lantern"}], None, ("lantern",)),
+}
+
+
+def find_structure_of_template(found: TokenizerFolder) -> frozenset[Structure]:
+    """Return what the folder's chat template takes as objects: it writes their words, and no token that the vocabulary lacks."""
+    if found.chat_template is None:
+        return frozenset()
+    shown: set[Structure] = set()
+    for name, text in _write_structures(found).items():
+        if not _find_looks_special(found, [text]):
+            shown.add(name)
+    return frozenset(shown)
+
+
+def _write_structures(found: TokenizerFolder) -> dict[Structure, str]:
+    """Return the text of a chat with each structure that the folder's chat template writes."""
+    assert found.chat_template is not None
+    template = ChatTemplate(found.chat_template, found.template_variables)
+    with_tools = (
+        ChatTemplate(found.templates[TOOL_USE], found.template_variables) if TOOL_USE in found.templates else template
+    )
+    written: dict[Structure, str] = {}
+    for name, (chat, tools, words) in _STRUCTURES.items():
+        for offered in (tools, [_TOOL]):
+            try:
+                text = (with_tools if offered else template).render(chat, tools=offered)
+            except ChatRefusedError:
+                continue
+            if all(word in text for word in words):
+                written[name] = text
+                break
+    return written
+
+
+def _find_looks_special(found: TokenizerFolder, texts: Sequence[str]) -> list[str]:
+    added = {token["content"] for token in found.library["added_tokens"]}
+    looks = [match.group() for text in texts for match in _LOOKS_SPECIAL.finditer(text)]
+    return [text for text in looks if text not in added]
 
 
 def _make_mask(encoded: EncodedChat, messages: Chat) -> list[bool]:

@@ -20,6 +20,7 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_folder import ExportWeights, read_config, read_json
 from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.tokenizing.description import DEFAULT, read_chat_templates
 from factory.ingest.tokenizing.fast_path import SPLIT_NAMES, name_split
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
@@ -360,9 +361,6 @@ def _find_obstacle(data: dict[str, Any]) -> str | None:
 
 
 def _chat_template(export: Path) -> str | None:
-    """Return the chat template. As in transformers, its own file comes before the key in ``tokenizer_config.json``. None: no template."""
-    if (path := export / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
-    if (path := export / "tokenizer_config.json").is_file():
-        return read_json(path).get("chat_template")
-    return None
+    """Return the chat template for chats without tools, which transformers finds. None: no template."""
+    path = export / "tokenizer_config.json"
+    return read_chat_templates(export, read_json(path) if path.is_file() else {}).get(DEFAULT)

@@ -18,6 +18,7 @@ from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.tokenizing.chat_rendering import ChatRefusedError
+from factory.ingest.tokenizing.library_faults import TokenizerFailedError
 from factory.ingest.tokenizing.marked_library import SpellsMarkError
 from factory.release.published_link import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, SamplingSettings
@@ -175,7 +176,11 @@ def tokenize_chat(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     messages = check_messages(body)
     try:
         return [int(number) for number in tokenizer.encode_chat_prompt(messages, datetime.datetime.now())]
-    except (ChatRefusedError, SpellsMarkError) as error:  # the model's own chat template refuses it
+    except (
+        ChatRefusedError,
+        SpellsMarkError,
+        TokenizerFailedError,
+    ) as error:  # the model's own chat template refuses it
         raise ApiError(400, Message.from_json(error.message), "messages") from error
 
 
@@ -278,7 +283,10 @@ def tokenize_prompts(body: dict[str, Any], served: ServedModel) -> tuple[tuple[i
 
 def _ids_of(part: Any, served: ServedModel) -> tuple[int, ...]:
     if isinstance(part, str):
-        ids = served.tokenizer.encode_text_prompt(part).tolist()
+        try:
+            ids = served.tokenizer.encode_text_prompt(part).tolist()
+        except (SpellsMarkError, TokenizerFailedError) as error:
+            raise ApiError(400, Message.from_json(error.message), "prompt") from error
     elif isinstance(part, list) and all(type(number) is int for number in part):
         ids = part
     else:
