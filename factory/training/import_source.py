@@ -127,11 +127,17 @@ class ImportSource:
         try:
             for name, tensor in self.model.iterate_native():
                 if self.new_rows and name in PER_TOKEN:
-                    tensor = fill_new_rows(tensor, [row.id for row in self.new_rows], getattr(torch, self.dtype))
+                    tensor = fill_new_rows(tensor, [row.id for row in self.new_rows], self._find_stored_dtype(name))
                 yield name, tensor
                 advance(tensor.numel() / self.spec.parameters, name)
         except ModelFilesError as error:
             raise ImportRefusedError(error.message) from None
+
+    def _find_stored_dtype(self, native: str) -> torch.dtype:
+        mappings = self.family.list_mappings(self.model.spec)
+        theirs = next(one.theirs[0] for one in mappings if native in one.natives and not one.is_copy)
+        found: torch.dtype = getattr(torch, self.model.dtypes[theirs])
+        return found
 
     def refuse_changed_files(self) -> None:
         """Raises: ImportRefusedError if a file changed since it was hashed."""
