@@ -4,7 +4,7 @@ Layer k, counted from 1, sees at position i the state of the layer before it (of
 i + k, and predicts the token at i + k + 1. Nothing crosses a document: a position whose token or target would lie in another one has no loss. The
 positions of RoPE are those of the states. A served model drafts tokens with these layers; they take no part in its logits.
 
-Published weights join the token before the state, and hand on the state after the norm of the output, as transformers (``MtpModel``) and vLLM do.
+Published weights join the token before the state, and hand on the state after the norm of the output, as the MTP class of transformers and vLLM do.
 
 ``MultiTokenLayer`` of the decoder computes a layer; this file has what it reads and how its loss is summed.
 """
