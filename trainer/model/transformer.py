@@ -156,10 +156,10 @@ class Block(nn.Module):
         ops: Ops,
         dtype: torch.dtype,
         tensor: TensorRanks,
-        trained: Trained,
+        trained: Trained | None = None,
         adapt: AdaptRecipe | None = None,
     ) -> None:
-        """``trained``: which of its parameters, by their names in the model. ``adapt``: of this layer's matrices; None: it has no LoRA."""
+        """``trained``: which of its parameters, by their names in the model; None: all. ``adapt``: of this layer's matrices; None: it has no LoRA."""
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.recompute = self.joined = self.fp8 = False
@@ -171,6 +171,7 @@ class Block(nn.Module):
         self.has_rope = self.rope != "none"
         self.experts = described.experts
         shapes = list_block_shapes(shape, layer)
+        trained = trained or Trained("", None, (), torch.float32)
         allocate_tensors(self, shapes | list_lora_shapes(shapes, adapt), trained)
         self.joined_frozen: dict[tuple[str, ...], Tensor] = {}  # matrices whose parameters are its rows
         self.adapted = frozenset(name.removesuffix(A) for name in list_lora_shapes(shapes, adapt) if name.endswith(A))

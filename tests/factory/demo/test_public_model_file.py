@@ -11,7 +11,7 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.demo import public_model
-from factory.demo.public_model import PUBLIC_MODELS, PinnedWheel, PublicModel, find_public_model
+from factory.demo.public_model import PUBLIC_MODELS, PackagedModel, PinnedWheel, find_public_model
 
 WHEEL = PUBLIC_MODELS["smollm2"].wheels[0]
 
@@ -50,7 +50,7 @@ def test_the_pieces_of_several_wheels_are_joined_in_their_order(
         wheels.append(
             PinnedWheel(f"piece{number}", "1", path.name, hashlib.file_digest(path.open("rb"), "sha256").hexdigest())
         )
-    monkeypatch.setitem(PUBLIC_MODELS, "tiny", PublicModel((*wheels, wheels[0]), 1, "mit"))
+    monkeypatch.setitem(PUBLIC_MODELS, "tiny", PackagedModel((*wheels, wheels[0]), 1, "mit"))
     place, licence = find_public_model("tiny", tmp_path, SILENT)
     assert (place.name, licence, place.read_text()) == ("tiny.gguf", "mit", "content 2content 1content 2")
 
