@@ -84,10 +84,12 @@ def project_latent(block: Block, h_BTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
     q_BTX, kv_BTX = block.products(h_BTD, ("q" if latent.q_rank is None else "q_down", "kv_down"))
     if latent.q_rank is not None:
         q_BTX = block.ops.rms_norm(q_BTX, block.norm_weight(block.q_down_norm), eps)
-        q_BTX = block.product(q_BTX, "q")
+        q_BTX = block.adapt(q_BTX, "q") if "q" in block.adapted else block.multiply(q_BTX, block.matrix("q"))
     latent_BTX, turning_BTR = kv_BTX.split((latent.kv_rank, latent.rope_head_dim), dim=-1)
     latent_BTX = block.ops.rms_norm(latent_BTX, block.norm_weight(block.kv_down_norm), eps)
-    kv_BTHX = block.product(latent_BTX, "kv_up").view(B, T, -1, latent.nope_head_dim + latent.v_head_dim)
+    adapted = "kv_up" in block.adapted
+    kv_BTX = block.adapt(latent_BTX, "kv_up") if adapted else block.multiply(latent_BTX, block.matrix("kv_up"))
+    kv_BTHX = kv_BTX.view(B, T, -1, latent.nope_head_dim + latent.v_head_dim)
     k_BTHN, v_BTHV = kv_BTHX.split((latent.nope_head_dim, latent.v_head_dim), dim=-1)
     q_BTHN, q_BTHR = q_BTX.view(B, T, -1, block.shape.head_dim).split(
         (latent.nope_head_dim, latent.rope_head_dim), dim=-1

@@ -237,19 +237,23 @@ class Block(nn.Module):
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.attention.project(self, h_BTD, cos_BTK, sin_BTK)
         o_BTHK = self.attention.mix(self, q_BTHK, k_BTGK, v_BTGK, prepared_documents)
-        return self.product(o_BTHK.reshape(B, T, -1), "attention_out")
+        o_BTX, name = o_BTHK.reshape(B, T, -1), "attention_out"
+        return self.adapt(o_BTX, name) if name in self.adapted else self.multiply(o_BTX, self.matrix(name))
 
     def apply_swiglu(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.product(self.ops.swiglu(gate_BTF, up_BTF), down)
+        h_BTF = self.ops.swiglu(gate_BTF, up_BTF)
+        return self.adapt(h_BTF, down) if down in self.adapted else self.multiply(h_BTF, self.matrix(down))
 
     def apply_gated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         gate_BTF, up_BTF = self.mlp_products(h_BTD, (gate, up))
-        return self.product(self.activation(gate_BTF) * up_BTF, down)
+        h_BTF = self.activation(gate_BTF) * up_BTF
+        return self.adapt(h_BTF, down) if down in self.adapted else self.multiply(h_BTF, self.matrix(down))
 
     def apply_ungated(self, h_BTD: Tensor, gate: str, up: str, down: str) -> Tensor:
         (up_BTF,) = self.mlp_products(h_BTD, (up,))
-        return self.product(self.activation(up_BTF), down)
+        h_BTF = self.activation(up_BTF)
+        return self.adapt(h_BTF, down) if down in self.adapted else self.multiply(h_BTF, self.matrix(down))
 
     def apply_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -269,17 +273,18 @@ class Block(nn.Module):
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
         return y_BTD, self.mixture.measure_routing(routing, holds_BT, self.experts) / self.tensor.size
 
-    def product(self, x_BTD: Tensor, name: str) -> Tensor:
-        """x matrixᵀ, with what LoRA adds to the matrix if it is adapted."""
-        if name in self.adapted:
-            return multiply_adapted(self, x_BTD, (name,))[0]
-        return self.multiply(x_BTD, self.weight(getattr(self, name)))
+    def adapt(self, x_BTD: Tensor, name: str) -> Tensor:
+        """x matrixᵀ, with what LoRA adds to the matrix."""
+        return multiply_adapted(self, x_BTD, (name,))[0]
+
+    def matrix(self, name: str) -> Tensor:
+        return self.weight(getattr(self, name))
 
     def products(self, h_BTD: Tensor, names: Sequence[str]) -> Sequence[Tensor]:
-        """``product`` for each of the matrices with these names. With ``join_matrices`` it is one product with the joined matrices."""
+        """x matrixᵀ for each of the matrices with these names, with what LoRA adds. With ``join_matrices`` it is one product."""
         if not self.adapted.isdisjoint(names):
             return multiply_adapted(self, h_BTD, names)
-        weights = [self.weight(getattr(self, name)) for name in names]
+        weights = [self.matrix(name) for name in names]
         if self.joined:
             joined_XD = self.joined_frozen.get(tuple(names))
             joined_BTX = self.multiply(h_BTD, torch.cat(weights) if joined_XD is None else joined_XD)

@@ -6,12 +6,20 @@ A separate file, because the proof and the layers for multi-token prediction, wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 
-def list_file_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def list_file_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a model of transformers by their names in its files: in memory the experts of a layer are joined."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of parts of a model of transformers by their names in its files, which have a tensor for each matrix of each expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         outer, _, key = name.rpartition(".")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.support.models.files import list_file_tensors
+from tests.support.models.files import split_experts
 
 FILE = "model-multi-token.safetensors"
 
@@ -54,7 +54,7 @@ class PublishedLayers(nn.Module):
     def list_tensors(self, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The tensors by their names in published files, without the copies. ``tensors``: others in their place, such as gradients."""
         found = {}
-        for name, tensor in list_file_tensors(self.state_dict() if tensors is None else tensors).items():
+        for name, tensor in split_experts(self.state_dict() if tensors is None else tensors).items():
             _, depth, key = name.split(".", 2)
             found[f"model.layers.{self.first + int(depth)}.{key.removeprefix('block.')}"] = tensor
         return found

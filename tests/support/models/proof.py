@@ -26,6 +26,7 @@ from models.divergence import TOLERANCE
 from models.files.model_folder import ModelSource, open_model_folder
 from models.files.safetensors_file import write_weights
 from models.tensors import is_multi_token
+from tests.support.models.files import list_file_tensors
 from tests.support.models.multi_token import PublishedLayers
 from tests.support.models.small_models import CASES, Case, make_tokens, save_model
 from tests.support.serving.imported import PROMPTS, count_different_served_tokens
@@ -81,13 +82,6 @@ class Subject:
         positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
         with torch.no_grad():
             return self.ours.logits(tokens_BT, positions_BT, torch.zeros_like(tokens_BT, dtype=torch.int32))
-
-
-def list_file_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model of transformers by their names in its files: in memory the experts of a layer are joined."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, dict(tensors))
 
 
 def count_equal_tensors(subject: Subject) -> float:

@@ -135,7 +135,7 @@ def compare_gradients(subject: Subject) -> None:
 
     of_layers = {n: p.grad for n, p in subject.multi_token.named_parameters() if p.grad is not None}
     of_main = {n: p.grad for n, p in subject.theirs.named_parameters() if p.grad is not None}
-    theirs = list_file_tensors(of_main) | subject.multi_token.list_tensors(of_layers)
+    theirs = list_file_tensors(subject.theirs, of_main) | subject.multi_token.list_tensors(of_layers)
     ours = dict(subject.ours.named_parameters())
     compared = set()
     for mapping in subject.source.family.list_mappings(subject.source.spec):

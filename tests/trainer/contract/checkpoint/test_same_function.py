@@ -67,6 +67,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "experts.groups_per_token": {"experts": {"groups": 2, "groups_per_token": 2}},
     "norm_weights": {"norm_weights": False}, "embedding_norm": {"embedding_norm": True}, "experts.bias": {"experts": {"bias": True}},
     "experts.clamp": {"experts": {"clamp": 7.0}}, "experts.clamp_alpha": {"experts": {"clamp_alpha": 1.0}},
+    "multi_token_layers": {"multi_token_layers": 1},
 }  # fmt: skip
 HEADS = ("heads", "kv_heads", "head_dim")  # one alone changes shapes, all three together need not
 
@@ -174,7 +175,7 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
         "",
     )
     code, errors = train_here(write_spec(tmp_path / "wide", plan, recipe_with(**PLAIN, model__d_ff=96), **start))
-    assert code == 2 and "error[trainer.other_shape]" in errors and "[32, 96]" in errors and "[32, 64]" in errors
+    assert code == 2 and "error[trainer.other_shape]" in errors and "96" in errors.partition(" has shape ")[2]
     taken, *_ = made.model
     for changed, words in (
         (made.model | {"zz.other": made.model[taken]}, "checkpoint has the tensor zz.other"),

@@ -30,13 +30,14 @@ def planned(run: Run, name: str) -> float:
 @pytest.mark.parametrize("name", RUNS | HELD_OUT)
 def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
     run = (RUNS | HELD_OUT)[name]
-    assert read_public_model(run.config, name).spec.parameters == pytest.approx(run.parameters, rel=0.005)
+    spec = read_public_model(run.config, name).spec.without_multi_token  # as the numbers are published
+    assert spec.parameters == pytest.approx(run.parameters, rel=0.005)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_public_config_gives_the_parameters_of_the_models_files(name: str) -> None:
     published = next(one for one in MODELS if one.name in (name, name.replace("SmolLM2-", "SmolLM2 ")))
-    found = read_public_model(CONFIGS[name], name).spec
+    found = read_public_model(CONFIGS[name], name).spec.without_multi_token
     assert found.parameters == pytest.approx(published.parameters, rel=published.digits, abs=0)
     for key in ("activation", "gated", "latent", "norms", "qk_norm", "qkv_bias", "tied"):
         assert getattr(found, key) == getattr(published.model, key), key
