@@ -61,6 +61,7 @@ def named(config: Any) -> dict[str, str]:
     return {"default": config} if isinstance(config, str) else {one["name"]: one["template"] for one in config}
 
 
+@pytest.mark.slow("transformers reads 96 folders")
 def test_templates_are_those_of_transformers_unless_two_of_one_name_differ(bare: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -105,6 +105,7 @@ def test_a_document_at_which_the_library_panics_is_dropped_and_counted(
     assert again.state == "ingested" and again.counts["dropped"] == {}
 
 
+@pytest.mark.slow("a tokenizer hangs until its limit of processor time")
 def test_a_document_that_takes_too_much_processor_time_is_dropped(ingest: Ingest, ledger: Ledger) -> None:
     """It does not panic, and no signal handler of Python could interrupt it."""
     rows = [text_row(f"good{i}", prose(i)) for i in range(30)]
@@ -116,6 +117,7 @@ def test_a_document_that_takes_too_much_processor_time_is_dropped(ingest: Ingest
     assert "processor time" in row["detail"]
 
 
+@pytest.mark.slow("a tokenizer hangs until its limit of processor time")
 def test_a_tokenizer_that_fails_for_most_documents_stops_the_ingest_and_not_the_daemon(
     ingest: Ingest, ledger: Ledger
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_tokenizer_that_panics_on_odd_texts_is_refused(pattern: str, sound: Pa
         pass
 
 
+@pytest.mark.slow("a tokenizer hangs until its limit of processor time")
 def test_a_tokenizer_that_hangs_on_a_long_line_is_refused(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +195,7 @@ def test_merges_that_the_vocabulary_lacks_are_refused(change: str, sound: Path, 
         pass
 
 
+@pytest.mark.slow("eight tokenizers are trained and tried")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokenizers_of_public_families_pass_the_trial(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].write(tmp_path / name, [prose(i) for i in range(60)])

@@ -140,6 +140,7 @@ def test_what_a_template_takes_is_found(styles: dict[str, Styled], name: str) ->
 REFUSED = {"qwen3": (0, 0), "llama3.1": (81, 0), "smollm3": (0, 0), "hermes": (0, 26)}
 
 
+@pytest.mark.slow("200 chats for each template")
 @pytest.mark.parametrize("name", STYLES)
 def test_200_odd_chats_with_tools_get_the_ids_and_masks_of_transformers(styles: dict[str, Styled], name: str) -> None:
     """The tags are in the template that transformers gets for the masks, and not in the one with which they are found."""
