@@ -24,6 +24,7 @@ from kernels.contract.message import Message
 if TYPE_CHECKING:
     from models.spec import ModelSpec
     from trainer.contract.plan.run_plan import RunPlan
+from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -124,7 +125,14 @@ def plan(
         if source:
             devices = [describe_gpus(gpus, gpu, chosen_gpu.memory), describe_this_machine()]
             chosen_targets = [name.strip() for name in targets.split(",") if name.strip()] or None
-            continued = plan_continuing(source, context, devices, lora or 16, freeze or (), chosen_targets)
+            rank = lora or 16
+            while continued is None:
+                try:
+                    continued = plan_continuing(source, context, devices, rank, freeze or (), chosen_targets)
+                except RecipeError as error:
+                    if lora or error.code != "plan.rank_too_large" or rank == 1:
+                        raise
+                    rank //= 2  # of the default, for a model with small matrices
             shape: ModelSpec = continued.public.spec
         elif asked:
             shape = asked.model

@@ -152,14 +152,12 @@ def _plan_workspace(root: Path, options: ImportOptions, source: ImportSource) ->
         shorter = _find_fitting_context(recipe, machine)
         raise InputError(
             "imported_workspace.too_large",
-            "--from: this machine is too small to train {model}. {reason} {advice} If another machine will train the model, add '--force'.",
+            "--from: this machine is too small to train {model}. {reason} {advice}'factory plan --from {place}' says whether recomputation, LoRA or "
+            "frozen weights fit. For these, and if another machine will train the model, add '--force', and write the plan's keys into the recipe.",
             model=source.name,
             reason=why,
-            advice=Message("imported_workspace.shorter", "It fits with '--context {context}'.", context=shorter)
-            if shorter
-            else Message(
-                "imported_workspace.ways", "'factory plan --from {place}' says whether LoRA or frozen weights fit.", place=options.place
-            ),
+            place=options.place,
+            advice=Message("imported_workspace.shorter", "It fits with '--context {context}'. ", context=shorter) if shorter else "",
         )  # fmt: skip
     refuse_full_disk(next(folder for folder in (root, *root.parents) if folder.is_dir()), source)
     own = root / "policies" / "data.yaml"

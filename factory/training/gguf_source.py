@@ -109,7 +109,8 @@ def _read_in_sandbox(place: Path, size: int, out: Path, *options: str) -> dict[s
     if not done.ok:
         raise ImportRefusedError(
             "gguf_source.unreadable",
-            "--from: transformers cannot read {file}: {reason}",
+            "--from: transformers cannot read {file}: {reason}. If the file is complete, use the model's Hugging Face folder: transformers reads "
+            "GGUF files of some architectures only.",
             file=place,
             reason=done.describe_ending(),
         )

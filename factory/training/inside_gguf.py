@@ -146,4 +146,7 @@ def main(path: str, out: str, config_only: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "--config" in sys.argv[3:])
+    try:
+        main(sys.argv[1], sys.argv[2], "--config" in sys.argv[3:])
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:250]}")  # in one line, which the person sees

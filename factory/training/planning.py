@@ -443,24 +443,41 @@ def _newest(db: SqlReader, kind: str, parent: int | None) -> dict[str, Any] | No
 
 def _refuse_frozen_new_rows(plant: Plant, recipe: Recipe, parent: SegmentRow) -> None:
     """Raises: ConfigError if the imported model has new rows for tokens, and neither a segment before nor this recipe trains them. All new rows are
-    equal, so such a model cannot tell the tokens apart."""
+    equal, so such a model cannot tell the tokens apart. A segment whose documents have none of the tokens leaves the rows equal."""
     from trainer.contract.recipe import is_trained
 
     first, *later = SegmentRow.read_lineage(plant.ledger, parent.id)
     plan = read_import_plan(plant.ledger, first.id) if first.kind == IMPORT else {}
-    new = [row["token"] for row in plan.get("new_rows", ())]
+    new = list(plan.get("new_rows", ()))
     tables = ["embedding"] if recipe.model.tied else ["embedding", "head"]
-    trains = lambda adapt, freeze: all(is_trained(name, adapt, freeze or ()) for name in tables)
-    if not new or any(
-        trains(row.recipe_json.get("adapt"), row.recipe_json.get("freeze")) for row in later if row.has_steps
-    ):
+    list_frozen_tables = lambda adapt, freeze: [name for name in tables if not is_trained(name, adapt, freeze or ())]
+    frozen = list_frozen_tables(recipe.adapt, recipe.freeze)
+    if not new or not frozen:
         return
-    if not trains(recipe.adapt, recipe.freeze):
+    trained = any(
+        not list_frozen_tables(row.recipe_json.get("adapt"), row.recipe_json.get("freeze"))
+        for row in later
+        if row.has_steps
+    )
+    if not trained or _has_equal_rows(plant.ledger, parent, tables, [row["id"] for row in new]):
         raise ConfigError(
             "training.new_rows_frozen", "{recipe_file}: the key {key} keeps {tables} unchanged, but the rows of the tokens {tokens} are new and all "
-            "equal, so the model cannot tell these tokens apart. Remove the key for the first segment.",
-            recipe_file=plant.workspace.recipe_path(), key="adapt" if recipe.adapt else "freeze", tables=tables, tokens=new,
+            "equal, so the model cannot tell these tokens apart. Remove the key until a segment has trained them on documents with these tokens.",
+            recipe_file=plant.workspace.recipe_path(), key="adapt" if recipe.adapt else "freeze", tables=frozen, tokens=[row["token"] for row in new],
         )  # fmt: skip
+
+
+def _has_equal_rows(ledger: Ledger, segment: SegmentRow, tables: Sequence[str], ids: Sequence[int]) -> bool:
+    """True if several rows of one of the tables are all equal in the segment's last checkpoint."""
+    from trainer.contract.checkpoint.format import StoredTensors
+
+    found = ledger.read(
+        "SELECT path FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment.id
+    )
+    if not found or len(ids) == 1:
+        return False
+    stored = StoredTensors(Path(found[0]["path"]), "model")
+    return any(bool((stored[name][list(ids)] == stored[name][ids[0]]).all()) for name in tables)
 
 
 def refuse_changed_model(

@@ -80,7 +80,9 @@ def make_ramp(steps: int) -> list[dict[str, Any]]:
 def find_lowest_loss_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
     """(the rate at which the smoothed loss is lowest, that loss). A loss that is not finite ends the test.
 
-    Raises: RateNotFoundError without a finite loss.
+    ``losses``: minus those of unchanged weights on the same batches, so the first is 0.
+
+    Raises: RateNotFoundError without a finite loss, or if none is below 0.
 
     >>> find_lowest_loss_rate([1e-5, 1e-4, 1e-3, 1e-2, 1e-1], [0.0, -0.1, -0.9, -0.8, 5.0])[0]
     0.01
@@ -97,6 +99,10 @@ def find_lowest_loss_rate(rates: Sequence[float], losses: Sequence[float]) -> tu
         raise RateNotFoundError(
             "rate_finder.no_loss", "The loss was not finite at the first step, so no rate can be found."
         )
+    if best >= 0:
+        raise RateNotFoundError(
+            "rate_finder.no_gain", "No rate of the test lowered the loss below that of unchanged weights, so none is better than the recipe's."
+        )  # fmt: skip
     return found, best
 
 
@@ -240,7 +246,7 @@ def write_rate(plant: Plant, found: FoundRate) -> Path:
         "# optimizer.lr was found by a range test in {steps} steps (arXiv 1506.01186 §3.3, 2002.04688 §4). To repeat it: 'factory tune --rate'.",
         steps=found.steps,
     )
-    older = (comment.partition(" by ")[0], str(RATE_COMMENT))
+    older = (comment.partition(" in ")[0], str(RATE_COMMENT))
     kept = [line for line in text.splitlines(keepends=True) if not line.startswith(older)]
     own.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(own, f"{comment}\n{''.join(kept)}")

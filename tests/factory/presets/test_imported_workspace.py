@@ -218,7 +218,7 @@ def test_a_gguf_file_is_imported_with_the_bits_of_its_weights(
         (40e6, 4, ""),  # half of it is between the needs of 4 and of 8 rows
         (5e6, 1, ""),  # half of it is too little for one row, but one row fits
         (3e6, None, "imported_workspace.shorter"),
-        (1e6, None, "imported_workspace.ways"),
+        (1e6, None, ""),
     ],
 )
 def test_a_machines_memory_sets_the_micro_batch_and_too_little_is_refused_with_what_would_fit(
@@ -238,9 +238,9 @@ def test_a_machines_memory_sets_the_micro_batch_and_too_little_is_refused_with_w
     with refused("imported_workspace.too_large") as error:
         make(model)
     advice = error.value.data["advice"]
-    assert advice.code == code
-    if context := advice.data.get("context"):
-        assert make(model, context=context)["release"] == 0
+    assert getattr(advice, "code", "") == code
+    if code:
+        assert make(model, context=advice.data["context"])["release"] == 0
 
 
 @pytest.mark.slow("transformers starts in the sandbox to read the file")

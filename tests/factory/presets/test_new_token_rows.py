@@ -17,7 +17,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.imported_model import read_import_plan
-from factory.ledger.ledger import Ledger, segments
+from factory.ledger.ledger import Ledger, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, find_champion
 from factory.ledger.writing import insert_row
@@ -196,11 +196,17 @@ def test_new_rows_that_nothing_would_train_are_refused_until_a_segment_trained_t
                 refuse_changed_model(plant, frozen, SegmentRow.get(ledger, number))
         else:
             assert refuse_changed_model(plant, frozen, SegmentRow.get(ledger, number)) == []
+    # a segment that trained the tables, but on documents without the tokens: its checkpoint still has equal rows
+    made_by_import = ledger.read("SELECT * FROM checkpoints WHERE segment = 1")[0]
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.insert().values(made_by_import | {"id": made_by_import["id"][::-1], "segment": 3}))
+    with refused("training.new_rows_frozen", ConfigError):
+        refuse_changed_model(plant, frozen, SegmentRow.get(ledger, 3))
 
 
 def test_a_frozen_head_of_its_own_is_refused(make: Make) -> None:
     made = make(tied=False)
     plain = load_recipe(made.plant.workspace)
     frozen = Recipe.parse(plain.model_dump(mode="json") | {"freeze": ["head"]}, "recipe.yaml")
-    with refused("training.new_rows_frozen", ConfigError):
+    with refused("training.new_rows_frozen", ConfigError, tables=["head"]):
         refuse_changed_model(made.plant, frozen, SegmentRow.get(made.plant.ledger, 1))

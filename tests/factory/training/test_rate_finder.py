@@ -235,3 +235,5 @@ def test_a_loss_that_is_not_finite_ends_the_test_and_none_is_an_error() -> None:
     assert find_lowest_loss_rate([1.0, 2.0, 4.0], [-1.0, float("nan"), -9.0]) == (1.0, pytest.approx(-1.0))
     with refused("rate_finder.no_loss", RateNotFoundError):
         find_lowest_loss_rate([1.0], [float("inf")])
+    with refused("rate_finder.no_gain", RateNotFoundError):  # the first difference is 0: no weight has changed
+        find_lowest_loss_rate([1.0, 2.0, 4.0], [0.0, 0.1, 0.3])
