@@ -11,10 +11,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.work import Work, first_checkpoint
 from benchmarks.support.memory import resident, restart_peak
+
+if TYPE_CHECKING:
+    from trainer.contract.recipe import Recipe
 
 OURS, TRAINER, SFT = "factory", "Trainer", "SFTTrainer"
 STAGES = ("loading", "first steps", "steps", "saving")
@@ -76,6 +79,11 @@ class Watch:
 
 
 def train_ours(folder: Path, out: Path, side: Side, kernels: Path) -> Measured:
+    recipe = Work.load(folder).recipe(side.compiled, side.micro, "block" if side.recompute else "none")
+    return train_recipe(folder, out, recipe, kernels)
+
+
+def train_recipe(folder: Path, out: Path, recipe: Recipe, kernels: Path) -> Measured:
     """By the loop of ``python -m trainer``, from checkpoint 0 to a saved checkpoint."""
     from kernels.contract.host_memory import keep_freed_memory
 
@@ -98,7 +106,6 @@ def train_ours(folder: Path, out: Path, side: Side, kernels: Path) -> Measured:
             watch.end_step()
             return []
 
-    recipe = work.recipe(side.compiled, side.micro, "block" if side.recompute else "none")
     spec = work.segment(folder, recipe, kernels, first_checkpoint(folder))
     run = SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), first_checkpoint(folder))
     run.hooks.append(Look())

@@ -23,8 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.side import TRAINER, WARM_UP, Measured, Side
-from benchmarks.peers.work import Work, first_checkpoint
+from benchmarks.peers.side import TRAINER, WARM_UP, Measured, Side, train_recipe, train_theirs
+from benchmarks.peers.work import Work
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = 16
@@ -47,39 +47,10 @@ def list_ways(work: Work) -> dict[str, dict[str, Any]]:
 
 
 def train_ours(folder: Path, out: Path, keys: dict[str, Any]) -> Measured:
-    """By the loop of ``python -m trainer``, from checkpoint 0 to a saved checkpoint."""
-    from kernels.contract.host_memory import keep_freed_memory
+    from trainer.contract.recipe import Recipe  # not for PEFT, whose memory shall hold none of ours
 
-    keep_freed_memory()
-    from benchmarks.peers.side import Watch
-    from kernels.contract.precision import allow_bf16_matmul
-    from trainer.contract.plan.precision import DTYPES
-    from trainer.contract.recipe import Recipe
-    from trainer.monitor.hook import Anomaly, StepHook
-    from trainer.parallel.ranks import Ranks
-    from trainer.run import SegmentRun
-    from trainer.segment import train_steps
-
-    work = Work.load(folder)
-    watch = Watch(work.steps)
-
-    class Look(StepHook):
-        key = "adapted"
-
-        def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
-            watch.measured.losses.append(record["loss"])
-            watch.end_step()
-            return []
-
-    recipe = Recipe.parse(work.recipe(compile=False).model_dump() | keys)
-    spec = work.segment(folder, recipe, folder / "kernels.yaml", first_checkpoint(folder))
-    run = SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), first_checkpoint(folder))
-    run.hooks.append(Look())
-    watch.begin()
-    with allow_bf16_matmul(DTYPES[recipe.precision]):
-        train_steps(out, run)
-    watch.end_stage("saving")
-    return watch.measured
+    recipe = Recipe.parse(Work.load(folder).recipe(compile=False).model_dump() | keys)
+    return train_recipe(folder, out, recipe, folder / "kernels.yaml")
 
 
 def train_with_peft(folder: Path, out: Path) -> Measured:
@@ -87,8 +58,6 @@ def train_with_peft(folder: Path, out: Path) -> Measured:
     import peft
     import torch
     import transformers
-
-    from benchmarks.peers.side import train_theirs
 
     config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     load = transformers.AutoModelForCausalLM.from_pretrained
