@@ -30,7 +30,7 @@ MOST_MICRO_OPS = 3
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
 NAMED = 3
 # Lines of these files outside of ops are compiled with their block.
-BLOCKS = ("trainer/model/transformer.py:", "trainer/model/attention.py:")
+BLOCKS = ("trainer/model/block.py:", "trainer/model/attention.py:")
 
 
 @dataclass(frozen=True)

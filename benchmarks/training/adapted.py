@@ -46,14 +46,14 @@ def list_ways(work: Work) -> dict[str, dict[str, Any]]:
     }
 
 
-def train_ours(folder: Path, out: Path, keys: dict[str, Any]) -> Measured:
+def train_ours(folder: Path, out: Path, keys: dict[str, Any], compiled: bool) -> Measured:
     from trainer.contract.recipe import Recipe  # not for PEFT, whose memory shall hold none of ours
 
-    recipe = Recipe.parse(Work.load(folder).recipe(compile=False).model_dump() | keys)
+    recipe = Recipe.parse(Work.load(folder).recipe(compiled).model_dump() | keys)
     return train_recipe(folder, out, recipe, folder / "kernels.yaml")
 
 
-def train_with_peft(folder: Path, out: Path) -> Measured:
+def train_with_peft(folder: Path, out: Path, compiled: bool) -> Measured:
     """transformers' Trainer with PEFT's LoRA of the same matrices. The base weights are in the dtype of the products, as PEFT's users load them."""
     import peft
     import torch
@@ -67,7 +67,7 @@ def train_with_peft(folder: Path, out: Path) -> Measured:
         return peft.get_peft_model(load(path, **keywords | {"dtype": dtype}), config)
 
     transformers.AutoModelForCausalLM.from_pretrained = with_adapters
-    return train_theirs(folder, out, Side(TRAINER, compiled=False))
+    return train_theirs(folder, out, Side(TRAINER, compiled))
 
 
 def forecast(work: Work, way: str) -> float:
@@ -84,7 +84,7 @@ def forecast(work: Work, way: str) -> float:
     )
 
 
-def train_once(folder: Path, way: str) -> Measured:
+def train_once(folder: Path, way: str, compiled: bool) -> Measured:
     with tempfile.TemporaryDirectory(prefix="out-", dir=folder) as out:
         words = [
             sys.executable,
@@ -96,6 +96,7 @@ def train_once(folder: Path, way: str) -> Measured:
             str(folder),
             "--out",
             out,
+            *(["--compile"] if compiled else []),
         ]
         done = subprocess.run(
             words, cwd=ROOT, env=os.environ | PASSIVE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -140,6 +141,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     made.add_argument("--ways", nargs="+", default=["all", "last", "lora", "dora", PEFT])
+    made.add_argument("--compile", action="store_true", help="compile the blocks, as a recipe does by default")
     made.add_argument("--one", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -152,9 +154,9 @@ def main(words: list[str] | None = None) -> None:
         work = Work.load(chosen.folder)
         peft_asked = chosen.one == PEFT
         measured = (
-            train_with_peft(chosen.folder, chosen.out)
+            train_with_peft(chosen.folder, chosen.out, chosen.compile)
             if peft_asked
-            else train_ours(chosen.folder, chosen.out, list_ways(work)[chosen.one])
+            else train_ours(chosen.folder, chosen.out, list_ways(work)[chosen.one], chosen.compile)
         )
         (chosen.out / "measured.json").write_text(json.dumps(asdict(measured)))
         return
@@ -168,9 +170,10 @@ def main(words: list[str] | None = None) -> None:
         rounds: dict[str, list[Measured]] = {way: [] for way in ways}
         for number in range(chosen.rounds):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                rounds[way].append(train_once(folder, way))
+                rounds[way].append(train_once(folder, way, chosen.compile))
                 print(f"round {number + 1} of {chosen.rounds}: {way}", file=sys.stderr, flush=True)
-    print(f"{work.precision}, {work.rows} rows of {work.context} tokens, {work.recipe().model.layers} layers")
+    how = "compiled" if chosen.compile else "eager"
+    print(f"{work.precision}, {how}, {work.rows} rows of {work.context} tokens, {work.recipe().model.layers} layers")
     print(write_table(work, rounds))
 
 

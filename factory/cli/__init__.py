@@ -2,6 +2,7 @@
 
 # Each module registers its commands when it is imported. --help lists the commands in this order.
 # isort: off
+from factory.cli import init  # noqa: F401
 from factory.cli import model_loop  # noqa: F401
 from factory.cli import code_loop  # noqa: F401
 from factory.cli import anomalies  # noqa: F401

@@ -118,8 +118,8 @@ def test_conditional_lines_are_recognised_from_the_source() -> None:
     )
     from agents.line_profiler.lines import read_source_lines
 
-    source = read_source_lines("trainer/model/transformer.py")
+    source = read_source_lines("trainer/model/block.py")
     start = next(n for n, text in enumerate(source, 1) if "def run(" in text)
     for text, how_many in lines:
         number = next(n for n, found in enumerate(source, 1) if n > start and text in found)
-        assert len(find_conditions_of_lines("trainer/model/transformer.py")[number]) == how_many, text
+        assert len(find_conditions_of_lines("trainer/model/block.py")[number]) == how_many, text

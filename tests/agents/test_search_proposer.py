@@ -111,7 +111,7 @@ def test_several_proposals_are_the_best_change_of_each_target() -> None:
 
 
 NORM = ("kernels/rms_norm/__init__.py:16#rms_norm", "kernels/rms_norm/__init__.py:17#rms_norm")
-ACROSS = ("trainer/model/transformer.py:268", "kernels/qk_norm_rope/__init__.py:28#qk_norm_rope")
+ACROSS = ("trainer/model/block.py:268", "kernels/qk_norm_rope/__init__.py:28#qk_norm_rope")
 HEAD = ("kernels/linear_cross_entropy/__init__.py:30#linear_cross_entropy",)
 RECIPE = "policies/recipes/small.yaml"
 

@@ -44,7 +44,7 @@ def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
     weights = shape.matmul_parameter_count - shape.vocab_size * shape.d_model
     assert sum(event.flops for event in record_slice_operations(of)) == pytest.approx(6 * weights * 128)
     assert {event.line[0] for event in record_slice_operations(of)} >= {
-        "trainer/model/transformer.py",
+        "trainer/model/block.py",
         "kernels/rms_norm/__init__.py",
         "kernels/swiglu/__init__.py",
     }

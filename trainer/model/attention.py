@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.qk_norm_rope import apply_rope
 from models.spec import LayerSpec, ModelSpec
 
-Block = Any  # ``trainer.model.transformer`` has the class, and imports this file
+Block = Any  # ``trainer.model.block`` has the class, and imports this file
 Place = Callable[[Block, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Mix = Callable[[Block, Tensor, Tensor, Tensor, Any], Tensor]
 

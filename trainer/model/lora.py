@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer.contract.lora import LEAST_NORM, LENGTH, A, B
 from trainer.parallel.ranks import get_local_part
 
-Block = Any  # ``trainer.model.transformer`` has the class, and imports this file
+Block = Any  # ``trainer.model.block`` has the class, and imports this file
 
 
 def multiply_adapted(block: Block, x_BTD: Tensor, names: Sequence[str]) -> list[Tensor]:

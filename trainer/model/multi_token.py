@@ -5,21 +5,57 @@ i + k, and predicts the token at i + k + 1. Nothing crosses a document: a positi
 positions of RoPE are those of the states. A served model drafts tokens with these layers; they take no part in its logits.
 
 Published weights join the token before the state, and hand on the state after the norm of the output, as the MTP class of transformers and vLLM do.
-
-``MultiTokenLayer`` of the decoder computes a layer; this file has what it reads and how its loss is summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.registry import Ops
+from models.spec import ModelSpec
+from models.tensors import MULTI_TOKEN, list_block_shapes, list_multi_token_shapes
+from trainer.model.block import Block, Trained, allocate_tensors
+from trainer.parallel.tensor_ranks import TensorRanks
+
 PADDING = -1  # document number of empty positions, as in ``Batch``
+
+
+class MultiTokenLayer(Block):
+    """token_BSD, state_BSD → (state_BSD, extras). A ``Block`` whose input joins the two. The result is after ``output_norm``."""
+
+    def __init__(
+        self, shape: ModelSpec, depth: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks, trained: Trained
+    ) -> None:
+        """``depth``: counted from 0. ``trained``: which parameters of the model. LoRA adapts none of these."""
+        number, trained = shape.layers + depth, trained._replace(prefix=f"{MULTI_TOKEN}.{depth}.")
+        super().__init__(shape, number, ops, dtype, tensor, trained)
+        of_block = list_block_shapes(shape, number)
+        shapes = list_multi_token_shapes(shape, depth)
+        allocate_tensors(self, {name: size for name, size in shapes.items() if name not in of_block}, trained)
+
+    def forward(  # type: ignore[override]
+        self,
+        token_BSD: Tensor,
+        state_BSD: Tensor,
+        cos_BTK: Tensor,
+        sin_BTK: Tensor,
+        documents_BT: Tensor,
+        prepared_documents: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``documents_BT``: of the shifted batch. ``prepared_documents``: of the batch itself, so that every layer shares them."""
+        joined_BSX = torch.cat((self.norm(token_BSD, "token_norm"), self.norm(state_BSD, "state_norm")), dim=-1)
+        x_BSD = F.linear(joined_BSX, self.weight(self.join))
+        x_BSD, extras = super().forward(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
+        return self.norm(x_BSD, "output_norm"), extras
+
+    def norm(self, x_BSD: Tensor, name: str) -> Tensor:
+        return self.ops.rms_norm(x_BSD, self.norm_weight(getattr(self, name)), self.shape.norm_eps)  # type: ignore[no-any-return]
 
 
 class ShiftedBatch(NamedTuple):

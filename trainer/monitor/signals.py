@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from models.tensors import MULTI_TOKEN
 from trainer.contract.recipe import Recipe
-from trainer.model.transformer import Block, Decoder
+from trainer.model.block import Block
+from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
 from trainer.monitor.window import RecentValues, compute_median_and_deviation
 from trainer.parallel.ranks import Ranks

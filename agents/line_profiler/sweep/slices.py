@@ -14,7 +14,8 @@ from agents.line_profiler.capture import OperationRecorder, RecordedOperation
 from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
 from kernels.contract.op import Cost, Shape
 from kernels.contract.registry import OPS, bind_ops
-from trainer.model.transformer import Block, make_rope_tables
+from trainer.model.block import Block
+from trainer.model.transformer import make_rope_tables
 from trainer.parallel.tensor_ranks import TensorRanks
 
 ATTENTION = "attention"

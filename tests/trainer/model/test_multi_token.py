@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.support.models.proof import Subject
 from tests.support.models.small_models import CASES, make_tokens
 from trainer.model import multi_token
-from trainer.model.multi_token import MultiTokenObjective
-from trainer.model.transformer import Decoder, MultiTokenLayer
+from trainer.model.multi_token import MultiTokenLayer, MultiTokenObjective
+from trainer.model.transformer import Decoder
 
 MODELS = {case.family: case for case in CASES if case.multi_token_layers}
 LENGTHS = (23, 4, 3, 31, 2)  # tokens of the documents of a row; the last three are too short for some layer

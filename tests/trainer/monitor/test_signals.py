@@ -18,7 +18,8 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from tests.support.trainer.small_models import run_of
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.model.transformer import Block, make_rope_tables
+from trainer.model.block import Block
+from trainer.model.transformer import make_rope_tables
 from trainer.monitor.signals import LEAST_BALANCE, QUERIES, LayerHistory, RankGradNormHistory, measure_expert_balance
 from trainer.run import SegmentRun
 
