@@ -132,6 +132,14 @@ def init(
                 recipe=facts["recipe"],
             )
         )
+        if not facts["licence"]:
+            print(
+                Message(
+                    "init.no_licence",
+                    "No file names the model's licence. Until it is known, no model that is trained from it can be released. To name it, type for "
+                    "example: 'factory config set data licences.imported_model Apache-2.0'",
+                )
+            )
         if facts["new_tokens"]:
             print(
                 Message(

@@ -302,30 +302,30 @@ def _imported_licence(plant: Plant) -> Iterator[ReportLine]:
     if found is None:
         return
     name = "imported model"
-    if rules.find_licence(found.name).release:
+    licence, allowed = rules.find_model_licence(found.name)
+    if allowed.release:
         text = Message(
             "releasable.imported_allowed",
             "The licence of the imported model ({licence}) allows a release.",
-            licence=found.name or NONE,
+            licence=licence,
         )
         yield ReportLine(name, True, text)
         return
     text = Message(
         "releasable.imported_licence",
         "The licence of the imported model ({licence}) does not allow the release of a model that was trained from it.",
-        licence=found.name or NONE,
+        licence=licence or NONE,
     )
-    if found.name and PLAIN.fullmatch(found.name):
+    if licence and PLAIN.fullmatch(licence):
         todo = Message(
             "releasable.allow_imported",
             "If {licence} allows a release: 'factory config set data licences.known \"{{{licence}: {{train: true, release: true}}}}\"'",
-            licence=found.name,
+            licence=licence,
         )
     else:
         todo = Message(
             "releasable.name_imported_licence",
-            "If the model's licence allows a release, import the model into a new workspace and name the licence: 'factory init --from MODEL "
-            "--licence NAME -w FOLDER'",
+            "Name the licence that the model's authors gave it, for example 'factory config set data licences.imported_model Apache-2.0'",
         )
     yield ReportLine(name, False, text, todo)
 

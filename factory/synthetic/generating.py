@@ -244,7 +244,8 @@ def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
         imported = find_import(plant.ledger)
         is_import = imported is not None and imported.id == ReleaseRow.get(plant.ledger, writer.release).segment
         licence = find_imported_licence(plant.ledger) if is_import else None  # a later release also learnt other text
-        prompts = [Prompt({"text": ""}, REPLAY_DOMAIN, license=(licence and licence.name) or None)]
+        name = policy.licences.find_model_licence(licence.name)[0] if licence else ""
+        prompts = [Prompt({"text": ""}, REPLAY_DOMAIN, license=name or None)]
     else:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)

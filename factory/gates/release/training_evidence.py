@@ -26,8 +26,10 @@ def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
     tokens = count_tokens_by_licence(plant.ledger, segment, licences)
     other = compute_unreleasable_shares(licences, tokens)
     imported = find_imported_licence(plant.ledger, segment)
-    if imported is not None and not licences.find_licence(imported.name).release:
-        other = {f"{imported.name or NONE} (imported model)": 1.0, **other}  # all of the model descends from it
+    if imported is not None:
+        name, allowed = licences.find_model_licence(imported.name)
+        if not allowed.release:
+            other = {f"{name or NONE} (imported model)": 1.0, **other}  # all of the model descends from it
     return {
         "anomalies": _open_anomalies(plant, candidate_id),
         "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,

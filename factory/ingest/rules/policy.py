@@ -97,6 +97,9 @@ class LicenceRules(StrictPolicy):
     """What each licence allows: to train on a document, and to release a model that was trained on it. Case and blanks are ignored. In an SPDX
     expression, all names that AND joins must allow it, and at least one of the names that OR joins."""
 
+    imported_model: Annotated[str, Field(max_length=100)] = ""
+    """The licence of the model with which the workspace began, if none was recorded at the import, or a wrong one."""
+
     def find_licence(self, name: str | None) -> LicencePermissions:
         """
         >>> allowed, refused = LicencePermissions(train=True, release=True), LicencePermissions(train=False, release=False)
@@ -116,6 +119,14 @@ class LicenceRules(StrictPolicy):
                 [licence, known.get(normalise_licence_name(other), licence)]
             )
         return LicenceEvaluator(known, self.default, _strictest, _laxest).evaluate(name)
+
+    def find_model_licence(self, recorded: str) -> tuple[str, LicencePermissions]:
+        """Return the name of an imported model's licence ('': unknown), and what it allows. ``recorded``: the name at the import, or ''.
+
+        An unknown licence never allows a release: ``missing`` is about a team's own documents, and not about weights of others.
+        """
+        name = self.imported_model.strip() or recorded
+        return name, self.find_licence(name) if name else LicencePermissions(train=True, release=False)
 
     def is_listed(self, name: str) -> bool:
         """Return whether every name of an expression is listed.

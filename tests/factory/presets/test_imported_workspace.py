@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +46,7 @@ from factory.training.gguf_source import open_gguf
 from factory.training.import_source import ImportRefusedError, ImportSource
 from factory.training.planning import find_trunk_parent, load_recipe, read_last_checkpoint, refuse_changed_model
 from factory.training.training import run_segment
+from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose
 from tests.support.killed_at import killed_at, lines_run
 from tests.support.messages import refused
@@ -184,6 +187,25 @@ def test_the_models_licence_counts_for_every_candidate_that_descends_from_it(
     assert evidence["not_releasable"] == ({} if named else {"no licence (imported model)": 1.0})
     (line,) = [line for line in make_report(plant) if line.name == "imported model"]
     assert line.ok is named and bool(line.todo) is not named
+
+
+def test_a_licence_of_unlabelled_documents_says_nothing_about_the_model_and_the_advised_command_names_it(
+    own: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    (own / "README.md").unlink()
+    plant = opened(Path(make(own)["workspace"]))
+
+    def is_allowed() -> tuple[bool | None, dict[str, float]]:
+        (line,) = [line for line in make_report(plant) if line.name == "imported model"]
+        return line.ok, read_training_evidence(plant, 1)["not_releasable"]
+
+    for_documents = ["config", "set", "data", "licences.missing", "{train: true, release: true}"]
+    assert command_here(*for_documents, home=plant.workspace).exit_code == 0
+    assert is_allowed() == (False, {"no licence (imported model)": 1.0})
+    (todo,) = [line.todo for line in make_report(plant) if line.name == "imported model"]
+    (advised,) = re.findall(r"'factory ([^']*)'", str(todo))
+    assert command_here(*shlex.split(advised), home=plant.workspace).exit_code == 0
+    assert is_allowed() == (True, {})
 
 
 def test_an_imported_model_is_not_rewound(model: Path, make: Callable[..., dict[str, Any]]) -> None:
