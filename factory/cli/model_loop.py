@@ -92,8 +92,25 @@ def run(
 
     if once:
         start()
+        _say_that_data_are_missing(Workspace.open(where))
     else:
         retry_during_faults(start, Terminal().line)
+
+
+def _say_that_data_are_missing(workspace: Workspace) -> None:
+    from factory.ledger.reader import LedgerReader
+    from factory.status.status import read_newest_trunk_forecast
+
+    ahead = read_newest_trunk_forecast(LedgerReader(workspace))
+    if ahead and ahead["missing_tokens"]:
+        print(
+            Message(
+                "model_loop.little_data",
+                "Training waits for data: at least {tokens:,} more tokens are needed. Ingest more: 'factory ingest PATH'. To train on less, lower "
+                "schedule.anneal_steps or batch.sequences in {file}",
+                tokens=ahead["missing_tokens"], file=workspace.recipe_path(),
+            )
+        )  # fmt: skip
 
 
 @app.command()

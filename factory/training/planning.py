@@ -6,6 +6,7 @@ A plan is a row of the ledger. Nothing is started here.
 from __future__ import annotations
 
 import json
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class TrunkForecast:
     steps: int  # 0: too little data for a trunk segment and its anneal
     new_shards: int  # token shards that the trunk has not seen
     wanted: int  # steps that the recipe asks for
-    missing_tokens: int  # tokens that are still missing for a first step; 0 when there are enough
+    missing_tokens: int  # new tokens, each read ``max_epochs`` times, that a first step and an anneal still lack; 0 when there are enough
 
 
 def forecast_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = ()) -> TrunkForecast:
@@ -73,18 +74,19 @@ def forecast_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str
     first = last.last_step if last else 0
     # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
     needs = lambda trunk: recipe.count_tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
+    lacks = lambda left: math.ceil(max(0, needs(1) - left) / recipe.mixture.max_epochs)
     shards = _every_shard(plant.ledger, last)
     seen = {shard["id"] for shard in read_data_plan(plant.ledger, last)["token_shards"]} if last else set()
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
-        return TrunkForecast(0, 0, wanted, needs(1))
+        return TrunkForecast(0, 0, wanted, lacks(0))
     refuse_changed_model(plant, recipe, last, changes)
     if _holds_replay_alone(plant, shards):
-        return TrunkForecast(0, new, wanted, needs(1))
+        return TrunkForecast(0, new, wanted, lacks(0))
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
     left = _data_order(plant.ledger, recipe, plan, last).estimate_positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
-    return TrunkForecast(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
+    return TrunkForecast(max(0, possible), new, wanted, lacks(left) if possible < 1 else 0)
 
 
 def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = ()) -> int:
@@ -108,8 +110,10 @@ def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = 
                 "'factory ingest PATH'.", domain=REPLAY_DOMAIN,
             )  # fmt: skip
         raise InputError(
-            "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} to train. "
-            "Drop shards into the inbox.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
+            "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} for one step "
+            "and the {anneal:,|step|steps} of its anneal. Drop shards into the inbox. To train on less, lower schedule.anneal_steps or "
+            "batch.sequences in {file}.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
+            anneal=recipe.schedule.anneal_steps, file=plant.workspace.recipe_path(),
         )  # fmt: skip
     return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last), changes)
 

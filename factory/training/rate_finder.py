@@ -23,7 +23,7 @@ from factory.core.path_removal import remove_path
 from factory.git.repository import get_live_commit
 from factory.ledger.imported_model import RATE_FOUND, RATE_NOT_SEARCHED, find_import
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Subject
+from factory.ledger.rows import IMPORT, SegmentRow, Subject
 from factory.ledger.writing import record_event_once
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner
@@ -119,7 +119,13 @@ def find_rate(plant: Plant, steps: int = STEPS, changes: Sequence[str] = ()) -> 
     ratio = math.sqrt(recipe.batch.sequences / rows)  # AdamW's rate follows the root of the batch, arXiv 2205.10287
     commit, first = get_live_commit(plant.workspace.repository), spec["first_step"]
     if first:
-        raise InputError("rate_finder.trained", "The trunk has been trained already, so its rate is not searched.")
+        parent = find_trunk_parent(plant.ledger, recipe)
+        assert parent is not None
+        trained = next(row for row in SegmentRow.read_lineage(plant.ledger, parent.id) if row.kind != IMPORT)
+        raise InputError(
+            "rate_finder.trained", "The trunk has been trained already, and the range test begins with the weights from before its first segment. "
+            "'factory rewind {segment}' undoes the training; then the rate can be searched.", segment=trained.id,
+        )  # fmt: skip
     # compiling takes longer than so few steps
     keys: dict[str, Any] = {
         "schedule.kind": "multi-step", "schedule.milestones": make_ramp(steps), "schedule.warmup_steps": steps,
@@ -266,6 +272,6 @@ def describe_unsearched_rate(rate: float, reason: Message) -> Message:
     """A line for a person."""
     return Message(
         "rate_finder.not_searched",
-        "  The learning rate stays {rate:.1e} and was not searched: {reason}. To search it: 'factory tune --rate'.",
+        "  The learning rate stays {rate:.1e} and was not searched: {reason}. It can be searched until a segment is trained: 'factory tune --rate'.",
         rate=rate, reason=reason,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.status.status import read_status_facts
+from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_small_vocabulary
 
 opened: list[str] = []
@@ -65,3 +66,15 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
         assert 0 < read_status_facts(workspace)["data_ahead"]["missing_tokens"] < missing
     finally:
         watching.clear()
+
+
+def test_a_run_that_can_train_nothing_says_how_many_tokens_are_missing(tmp_path: Path, code_repository: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="demo", repository=str(code_repository)))
+    ledger = Ledger.create(workspace.ledger_url)
+    use_small_vocabulary(workspace)
+    write_key(workspace, "recipe", "model.vocab_size", "400")
+    ingest(workspace, ledger, 0, 20)
+    ledger.engine.dispose()
+    done = command_here("run", "--once", home=workspace)
+    missing = read_status_facts(workspace)["data_ahead"]["missing_tokens"]
+    assert done.exit_code == 0 and missing > 1000 and f"{missing:,} more tokens" in done.output

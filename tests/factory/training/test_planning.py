@@ -106,6 +106,19 @@ def test_the_forecast_misses_the_tokens_of_one_step_and_an_anneal(planned: tuple
         plan_trunk(Plant(workspace, ledger))
 
 
+def test_as_many_new_tokens_as_the_forecast_misses_are_enough(planned: tuple[Workspace, Ledger]) -> None:
+    """They are read ``max_epochs`` times, so fewer are missing than positions."""
+    workspace, ledger = planned
+    change_recipe(workspace, mixture={"weights": {"*": 1.0}, "max_epochs": 4})
+    assert forecast_trunk(Plant(workspace, ledger)).missing_tokens == 7 * STEP // 4
+    for code, missing in ((240, 7 * STEP // 4 - 240), (200, 7 * STEP // 4 - 440)):
+        ingested(workspace, ledger, code=code)
+        trunk = forecast_trunk(Plant(workspace, ledger))
+        assert (trunk.steps, trunk.missing_tokens) == (0, missing)
+    ingested(workspace, ledger, code=20)  # at least 8 were missing
+    assert forecast_trunk(Plant(workspace, ledger)).steps == 1
+
+
 def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, code=80 * STEP)

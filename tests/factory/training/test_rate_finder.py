@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.diagnosis.remedies import rewind_segment
 from factory.ingest.chain import ingest_shard
 from factory.ledger.imported_model import RATE_FOUND, RATE_NOT_SEARCHED
 from factory.ledger.plant import Plant
@@ -21,8 +23,14 @@ from factory.training import rate_finder
 from factory.training.continuing_recipe import RATE_COMMENT
 from factory.training.exporting import export_candidate
 from factory.training.held_out_loss import load_held_out_loss_meter
-from factory.training.planning import load_recipe, read_last_checkpoint
-from factory.training.rate_finder import RateNotFoundError, find_lowest_loss_rate, find_rate_if_due, make_ramp
+from factory.training.planning import load_recipe, make_next_trunk_spec, read_last_checkpoint
+from factory.training.rate_finder import (
+    RateNotFoundError,
+    find_lowest_loss_rate,
+    find_rate,
+    find_rate_if_due,
+    make_ramp,
+)
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.own_data import DATA, passages, write_shards
 from tests.support.lent_libraries import lend
@@ -146,6 +154,10 @@ def train_copy(plant: Plant, folder: Path, rate: float) -> tuple[float, Path]:
     candidate = export_candidate(copied, train_trunk(copied.workspace, copied.ledger))
     export = Path(CandidateRow.get(copied.ledger, candidate).export_path)
     loss = load_held_out_loss_meter(copied).measure_loss(export)
+    with refused("rate_finder.trained", InputError, segment=2):
+        find_rate(copied)
+    rewind_segment(copied.ledger, 2, "a person")  # as the refusal advises
+    assert make_next_trunk_spec(copied, 2)["first_step"] == 0
     close(copied.workspace, copied.ledger)
     return loss, export
 
