@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from factory.demo.public_model import find_public_model
 from factory.duties.runner import run_duty_pass
 from factory.git.repository import get_live_commit
 from factory.ingest.inbox import ingest_and_move, list_complete_files
+from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.imported_model import find_import, read_import_plan
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -48,6 +50,7 @@ from kernels.contract.message import Message
 
 CONTEXT, ROWS = 512, 4  # positions of a row, rows of a step
 ENGLISH_SHARE = 0.25  # of the tokens of a batch
+OPENING = Message("import_demo.opens", "In Python, the function json.dumps")
 QUESTION = Message("import_demo.asks", "In Python, what does the function json.dumps do?")
 ANSWER_TOKENS = 80
 SERVE_SECONDS = 300.0  # for the engine to start, and for an answer
@@ -124,7 +127,7 @@ def run_import_demo(folder: Path, terminal: Terminal, model: str, *, minutes: fl
         clock.end("train and judge")
     found = read_release_details(plant, "c2")
     terminal.print_heading(Message("import_demo.step_serve", "6  Serve the champion, and ask it"))
-    for line in _ask(workspace, QUESTION):
+    for line in _ask(workspace):
         terminal.line(f"  {line}")
     clock.end("serve and ask")
     terminal.print_heading(Message("import_demo.step_export", "7  Load the export with transformers"))
@@ -270,8 +273,13 @@ def make_demo_recipe(plant: Plant, size: ContinuingSize | None) -> dict[str, Any
     return raw
 
 
-def _ask(workspace: Workspace, question: str) -> list[str]:
-    """Start ``factory serve``, ask it, and end it; returns question and answer as lines. Raises: FactoryError if it does not answer in time."""
+def _ask(workspace: Workspace) -> list[str]:
+    """Start ``factory serve``, ask it, and end it; returns question and answer as lines. A model without a chat template continues a text.
+
+    Raises: FactoryError if the server does not answer in time, or refuses the question.
+    """
+    is_chat = Tokenizer.load(workspace.tokenizer).chat_template is not None
+    question = QUESTION if is_chat else OPENING
     words = [sys.executable, "-m", "factory", "serve", "--port", "0", "--workspace", str(workspace.root)]
     log = workspace.logs / "demo-serve.log"
     environment = os.environ | {"PYTHONPATH": str(find_checkout_root())}
@@ -279,17 +287,22 @@ def _ask(workspace: Workspace, question: str) -> list[str]:
         url, name, release = _wait_until(
             lambda: find_served_champion(workspace, ""), lambda: server.poll() is not None, log
         )
-        body = {
-            "model": name,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-        }
+        body = {"model": name, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        body |= {"messages": [{"role": "user", "content": question}]} if is_chat else {"prompt": question}
         asked = urllib.request.Request(
-            f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{url}/{'chat/' * is_chat}completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=SERVE_SECONDS) as answer:
-            reply = json.loads(answer.read())["choices"][0]["message"]["content"]
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+                asked, timeout=SERVE_SECONDS
+            ) as answer:
+                choice = json.loads(answer.read())["choices"][0]
+        except urllib.error.HTTPError as error:
+            raise FactoryError(
+                "import_demo.refused", "'factory serve' refuses the question: {why}. See {log}.", log=log,
+                why=error.read().decode("utf-8", "replace")[:400],
+            ) from error  # fmt: skip
+        reply = choice["message"]["content"] if is_chat else choice["text"]
     return [
         Message("import_demo.question", "asked release {release}: {question}", release=release, question=question),
         *(f"  {line}" for line in str(reply).strip().splitlines()),

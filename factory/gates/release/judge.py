@@ -254,7 +254,8 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
                 "release.remedy_licences",
                 "if you have the right to release the model, say so under licences in data.yaml ('missing' is for documents without a "
                 "licence). If a licence is wrong, correct it: 'factory data relabel --license NAME --to-license RIGHT'. Otherwise remove the "
-                "documents and train again: 'factory data remove --license NAME'.",
+                "documents and train again: 'factory data remove --license NAME'. If an imported model has the licence, 'factory data list' names "
+                "the command.",
             ))
     ]  # fmt: skip
     if disputed := read_finite_number(evidence.disputed):

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from factory.core.errors import InputError
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.demo.import_demo import OPENING, QUESTION, _ask
 from factory.demo.import_demo_size import LEAST_ANNEAL, LEAST_TRUNK, check_continuing_minutes, plan_continuing
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import read_status
+from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
 from factory.training.planning import read_data_plan
+from kernels.contract.message import Message
 from tests.support.factory.command import Running, factory
 from tests.support.factory.own_data import passages
 from tests.support.patience import PATIENCE_S
+from tests.support.tokenizers.families import FAMILIES
 from tests.support.trainer.public_model import save_public_model
 
 
@@ -60,6 +67,23 @@ def test_a_small_model_goes_through_the_whole_demo(tmp_path: Path) -> None:
     again = factory(*words)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert read_status(Workspace.open(home))["segments"] == facts["segments"], "a finished demo trains nothing"
+
+
+@pytest.mark.slow("imports a model and starts a server")
+@pytest.mark.parametrize("template", [True, False])
+def test_the_served_model_is_asked_as_its_tokenizer_allows(
+    template: bool, tmp_path: Path, code_repository: Path
+) -> None:
+    """A model without a chat template, such as most base models, continues a text."""
+    source, texts = tmp_path / "public", [one.text for one in passages()[::4]]
+    source.mkdir()
+    save_public_model(source, texts, vocab_size=1536)
+    (source / "chat_template.jinja").unlink()  # of another tokenizer
+    family = FAMILIES["llama3"] if template else replace(FAMILIES["llama3"], template=None)
+    shutil.copytree(family.write(tmp_path / "tokenizer", texts), source, dirs_exist_ok=True)
+    facts = make_imported_workspace(tmp_path / "factory", ImportOptions(source), code_repository, SILENT)
+    asked, *_ = _ask(Workspace.open(Path(facts["workspace"])))
+    assert isinstance(asked, Message) and asked.data["question"] == (QUESTION if template else OPENING)
 
 
 def test_the_steps_fill_the_minutes_and_keep_a_least_number() -> None:
