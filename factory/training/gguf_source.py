@@ -138,6 +138,20 @@ def _refuse_losses(place: Path, facts: dict[str, Any]) -> None:
             count=int(facts["count"]),
             name=fold_to_one_line(str(facts["name"]), 100),
         )
+    if facts["refused"] == "token":
+        none = Message("gguf_source.no_token", "no token")
+        token, saved = (
+            none if one is None else fold_to_one_line(repr(one), 100) for one in (facts["token"], facts["saved"])
+        )
+        raise ImportRefusedError(
+            "gguf_source.other_token",
+            "--from: transformers reads the tokenizer of {file} differently. Token {id} is {token} in the file, and {saved} for transformers. "
+            "Use the model's Hugging Face folder.",
+            file=place,
+            id=int(facts["number"]),
+            token=token,
+            saved=saved,
+        )
     if facts["refused"] == "key":
         raise ImportRefusedError(
             "gguf_source.unread_key",

@@ -47,6 +47,7 @@ from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
 from tests.support.killed_at import killed_at, lines_run
 from tests.support.messages import refused
+from tests.support.models.gguf_files import rewrite_gguf
 from tests.support.trainer.public_model import save_public_model
 from trainer.contract.checkpoint.format import find_checkpoint_fault, read_tensors
 
@@ -250,31 +251,6 @@ def test_the_plan_of_a_gguf_file_is_that_of_its_folder(isolates: None, model: Pa
     )
     assert of_file["model"] | {"norm_eps": 0} == of_folder["model"] | {"norm_eps": 0}
     assert of_file["fits"] == of_folder["fits"] and of_file["files"] is None
-
-
-def rewrite_gguf(file: Path, out: Path, change: dict[str, Any]) -> Path:
-    """Copy a .gguf file with other keys and tensors. None: without that key or tensor. An array: a tensor."""
-    import gguf
-
-    reader, kinds = gguf.GGUFReader(file), gguf.GGUFValueType
-    writer = gguf.GGUFWriter(out, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in {"general.architecture", *change}:
-            inner = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for tensor in reader.tensors:
-        if tensor.name not in change:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name, value in change.items():
-        if isinstance(value, np.ndarray):
-            writer.add_tensor(name, value)
-        elif value is not None:
-            writer.add_key_value(name, value, kinds.STRING if isinstance(value, str) else kinds.FLOAT32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
 
 
 # what is changed, the code, and data of the refusal
