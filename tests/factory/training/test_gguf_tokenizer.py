@@ -16,7 +16,7 @@ from factory.release.gguf.writing import write_export_gguf
 from factory.training.gguf_source import open_gguf
 from factory.training.import_source import ImportRefusedError
 from tests.support.factory.made_up_text import prose
-from tests.support.models.gguf_files import rewrite_gguf
+from tests.support.models.changed_files import rewrite_gguf
 from tests.support.tokenizers.families import FAMILIES
 from tests.support.trainer.public_model import SIZES
 

@@ -1,7 +1,8 @@
-"""Changes .gguf files, so that a test has one that another program could have written."""
+"""Changes the files of a model to what another program could have left there."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,9 @@ def rewrite_gguf(file: Path, out: Path, change: dict[str, Any]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def write_lfs_pointer(file: Path) -> None:
+    """Replace a file by what a clone without Git LFS has in its place."""
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {file.stat().st_size}\n")
