@@ -39,8 +39,6 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 TRY_TOKENIZER = Path(__file__).with_name("try_tokenizer.py")
 TRY_SECONDS = 300.0
 FROM = "--from"  # the option whose tokenizer is a model's own
-# transformers writes tokenizer.json beside a tokenizer.model, with the class that tokenizer_config.json names.
-CONVERT = "python -c 'import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])'"
 
 
 @contextmanager
@@ -75,10 +73,10 @@ def open_tokenizer(
                 "presets.only_sentencepiece",
                 "{option}: {folder} has a tokenizer.model of SentencePiece, but no tokenizer.json. The model's tokenizer_config.json must lie beside "
                 "it, because that file names the tokenizer's class. To convert the tokenizer, install sentencepiece and protobuf with pip. Then type "
-                "{command}",
+                "python -c 'import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {place}",
                 option=option,
                 folder=path.parent,
-                command=f"{CONVERT} {shlex.quote(str(path.parent))}",
+                place=shlex.quote(str(path.parent)),
             ) from None
         raise InputError(
             "presets.unreadable_tokenizer",

@@ -61,7 +61,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if length > MOST_HEADER_BYTES:
             raise ModelFilesError(
                 "models.huge_header",
-                "{file}: the header has {bytes:,} bytes. At most {most:,} are read",
+                "{file}: the header has {bytes:,} bytes. At most {most:,} are read. Copy or download the file again",
                 file=file,
                 bytes=length,
                 most=MOST_HEADER_BYTES,
@@ -73,8 +73,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         found = {name: _parse_entry(file, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
-            "models.damaged_header", "{file}: the header is not one of safetensors: {problem}", file=file, problem=str(error)[:200]
-        ) from None  # fmt: skip
+            "models.damaged_header",
+            "{file}: the header is not one of safetensors: {problem}. Copy or download the file again",
+            file=file,
+            problem=str(error)[:200],
+        ) from None
     _check_places(file, found, 8 + length, size)
     return found
 
@@ -120,7 +123,7 @@ def _check_places(file: Path, tensors: Mapping[str, StoredTensor], start: int, s
         if tensor.start != place:
             raise ModelFilesError(
                 "models.overlapping",
-                "{file}: the places of {tensor} and {before} overlap, or leave a gap",
+                "{file}: the places of {tensor} and {before} overlap, or leave a gap. Copy or download the file again",
                 file=file,
                 tensor=name[:120],
                 before=before[:120] or "the header",
