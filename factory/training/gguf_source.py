@@ -39,7 +39,7 @@ def is_gguf(place: Path) -> bool:
             raise ImportRefusedError(
                 "gguf_source.hub_name",
                 "--from: there is no folder {place}. If this is the name of a model on the Hugging Face Hub, download the model first: "
-                "'hf download {place} --local-dir {name}'. Then give the folder: '--from {name}'",
+                "'hf download {place} --local-dir {name}'. Then give the folder: '--from {name}'.",
                 place=place,
                 name=place.name,
             )
