@@ -19,7 +19,7 @@ from factory.ledger.imported_model import ImportedLicence, find_imported_licence
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.presets.new_workspace import install_tokenizer, open_tokenizer, refuse_code_without_trainer
+from factory.presets.new_workspace import FROM, install_tokenizer, open_tokenizer, refuse_code_without_trainer
 from factory.presets.presets import Hardware, estimate_memory_here, explain_why_recipe_is_too_large
 from factory.release.imported_release import release_imported_model
 from factory.training.continuing_recipe import MICRO_TOKENS, make_continuing_recipe, make_recipe_name
@@ -74,12 +74,14 @@ def make_imported_workspace(
         )
         source = held.enter_context(open_import_source(options.place, task.advance))
         task.advance(0.0, str(Message("imported_workspace.tries", "trying its tokenizer")))
-        tokenizer = held.enter_context(open_tokenizer(source.folder, "--from", add_missing_tokens=True))
+        tokenizer = held.enter_context(open_tokenizer(source.folder, FROM, add_missing_tokens=True))
         new_rows = list_missing_tokens(source.folder)
         if (known := tokenizer.vocab_size - len(new_rows)) > source.spec.vocab_size:
             raise ImportRefusedError(
                 "imported_workspace.large_vocabulary",
-                "--from: the tokenizer has {tokens:,} tokens, but the model's embedding has only {rows:,} rows.",
+                "--from: the tokenizer has {tokens:,} tokens, but the model's embedding has only {rows:,} rows. Use the tokenizer's files and "
+                "the weights of one model. If you added tokens, give the model rows for them first: transformers' "
+                "resize_token_embeddings({tokens}), then save_pretrained().",
                 tokens=known, rows=source.spec.vocab_size,
             )  # fmt: skip
         source = source.add_new_rows(new_rows)
@@ -243,7 +245,6 @@ def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source
     for option, asked, held in (
         ("--context", options.context or context, context),
         ("--licence", options.licence or None, recorded and recorded.name),
-        ("--no-rate-finder:", not options.find_rate or not workspace.config.find_rate, not workspace.config.find_rate),
     ):
         if asked is not None and held is not None and asked != held:
             raise ImportRefusedError(
@@ -251,3 +252,9 @@ def _refuse_other_workspace(workspace: Workspace, options: ImportOptions, source
                 "{option} {asked}: {workspace} was imported with {held}. Give a new folder for the workspace.",
                 option=option, asked=asked, workspace=workspace.root, held=held or Message("imported_workspace.none", "none"),
             )  # fmt: skip
+    if workspace.config.find_rate and not options.find_rate:
+        raise ImportRefusedError(
+            "imported_workspace.rate_finder",
+            "--no-rate-finder: {workspace} was made without this option. To keep the learning rate, write 'find_rate: false' into {file}, or add "
+            "--no-rate-finder to 'factory train'.", workspace=workspace.root, file=workspace.root / "factory.yaml",
+        )  # fmt: skip

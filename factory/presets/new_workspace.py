@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from factory.ledger.plant import Plant
 from factory.presets.presets import PRESETS, Hardware, explain_why_recipe_is_too_large, find_largest_fitting_preset
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
+from models.adapters.config_reader import ModelFilesError
+from models.files.safetensors_file import refuse_lfs_pointer
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
@@ -35,6 +38,7 @@ LARGEST = 1 << 28  # most bytes of a tokenizer.json
 # A tokenizer.json can make its library abort the process or take all memory. Therefore a process of its own tries it first.
 TRY_TOKENIZER = Path(__file__).with_name("try_tokenizer.py")
 TRY_SECONDS = 300.0
+FROM = "--from"  # the option whose tokenizer is a model's own
 
 
 @contextmanager
@@ -59,8 +63,21 @@ def open_tokenizer(
                 file=path,
                 most=LARGEST >> 20,
             )
+        refuse_lfs_pointer(path)
         text = path.read_text(encoding="utf-8")
+    except ModelFilesError as error:
+        raise InputError(error.message) from None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, FileNotFoundError) and (path.parent / "tokenizer.model").is_file():
+            raise InputError(
+                "presets.only_sentencepiece",
+                "{option}: {folder} has a tokenizer.model of SentencePiece, but no tokenizer.json. The model's tokenizer_config.json must lie beside "
+                "it, because that file names the tokenizer's class. To convert the tokenizer, install sentencepiece and protobuf with pip. Then type "
+                "python -c 'import sys, transformers; transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {place}",
+                option=option,
+                folder=path.parent,
+                place=shlex.quote(str(path.parent)),
+            ) from None
         raise InputError(
             "presets.unreadable_tokenizer",
             "{option}: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
@@ -82,20 +99,32 @@ def open_tokenizer(
             said = str(error).replace(str(source / "tokenizer.json"), str(path)).replace(str(source), str(path.parent))
             raise InputError(
                 "presets.bad_tokenizer",
-                "{option}: {reason}. Without {option}, the factory trains a tokenizer on your data.",
+                "{option}: {reason}. {advice}",
                 option=option,
                 reason=said,
+                advice=_advise(option),
             ) from None
         if tokenizer.is_own and tokenizer.has_id_gaps():
             raise InputError(
                 "presets.tokenizer_gaps",
-                "{option}: the token ids in {file} have gaps. All ids from 0 to {last} must exist. Without {option}, the factory trains a "
-                "tokenizer on your data.",
+                "{option}: the token ids in {file} have gaps. All ids from 0 to {last} must exist. {advice}",
                 option=option,
                 file=path,
                 last=tokenizer.vocab_size - 1,
+                advice=_advise(option),
             )
         yield tokenizer
+
+
+def _advise(option: str) -> Message:
+    """What to do about a tokenizer that cannot be used. A model is bound to its own."""
+    if option == FROM:
+        return Message(
+            "presets.models_tokenizer", "The model needs its own tokenizer. Use the tokenizer's files as the model's makers published them."
+        )  # fmt: skip
+    return Message(
+        "presets.own_tokenizer", "Without {option}, the factory trains a tokenizer on your data.", option=option
+    )
 
 
 def _refuse_crashing_tokenizer(path: Path, option: str) -> None:

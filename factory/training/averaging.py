@@ -161,7 +161,8 @@ def choose_release_and_segment(ledger: Ledger, release: int, segment: int | None
     if changes:
         raise InputError(
             "training.other_function",
-            "--with-release: the models of release {release} and segment {segment} compute other functions: {changes}.",
+            "--with-release: the models of release {release} and segment {segment} compute other functions: {changes}. "
+            "Their average would compute neither. Choose a release and a segment whose recipes have equal values of these keys.",
             release=release,
             segment=row.id,
             changes=[f"model.{key} {old} → {new}" for key, (old, new) in changes.items()],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kernels.contract.message import Message
 
 INSIDE = Path(__file__).with_name("inside_gguf.py")
 MAGIC = b"GGUF"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 LARGEST_RATIO = 20  # bytes of fp32 weights for each byte of the file: 4 for 8 bits, 16 for 2 bits, and some room
 BASE_MEMORY = 4 << 30  # bytes for transformers itself
 BYTE_LEVEL = "gpt2"  # the kind of tokenizer whose text is split by a rule that the file only names
@@ -31,8 +33,22 @@ SECONDS_A_GB, BASE_SECONDS = 600.0, 300.0
 
 
 def is_gguf(place: Path) -> bool:
-    """Return whether a path is a file whose name ends with .gguf."""
-    return place.suffix.lower() == ".gguf" and place.is_file()
+    """Return whether a model's place is a file whose name ends with .gguf. Raises: ImportRefusedError if nothing is there."""
+    if not place.expanduser().exists():
+        if HUB_NAME.fullmatch(str(place)) and not place.parent.exists():
+            raise ImportRefusedError(
+                "gguf_source.hub_name",
+                "--from: there is no folder {place}. If this is the name of a model on the Hugging Face Hub, download the model first: "
+                "'hf download {place} --local-dir {name}'. Then give the folder: '--from {name}'.",
+                place=place,
+                name=place.name,
+            )
+        raise ImportRefusedError(
+            "gguf_source.no_place",
+            "--from: {place} does not exist. Give the folder of a model with its config.json, or a .gguf file.",
+            place=place,
+        )
+    return place.suffix.lower() == ".gguf" and place.expanduser().is_file()
 
 
 @contextmanager
@@ -137,6 +153,20 @@ def _refuse_losses(place: Path, facts: dict[str, Any]) -> None:
             file=place,
             count=int(facts["count"]),
             name=fold_to_one_line(str(facts["name"]), 100),
+        )
+    if facts["refused"] == "token":
+        none = Message("gguf_source.no_token", "no token")
+        token, saved = (
+            none if one is None else fold_to_one_line(repr(one), 100) for one in (facts["token"], facts["saved"])
+        )
+        raise ImportRefusedError(
+            "gguf_source.other_token",
+            "--from: transformers reads the tokenizer of {file} differently. Token {id} is {token} in the file, and {saved} for transformers. "
+            "Use the model's Hugging Face folder.",
+            file=place,
+            id=int(facts["number"]),
+            token=token,
+            saved=saved,
         )
     if facts["refused"] == "key":
         raise ImportRefusedError(

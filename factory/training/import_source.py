@@ -30,6 +30,7 @@ from kernels.contract.strict_yaml import read_yaml
 from models.adapters.config_reader import ModelFilesError
 from models.adapters.family import Family
 from models.files.model_folder import INDEX, ONE_FILE, ModelSource, find_inside, open_model_folder
+from models.files.safetensors_file import refuse_lfs_pointer
 from models.spec import ModelSpec
 from trainer.contract.checkpoint.export import TORCH_NAMES, make_dtype_keys
 
@@ -77,6 +78,9 @@ class ImportSource:
         try:
             model = open_model_folder(folder)
             _refuse_odd_files(folder)
+            for name in OTHER_FILES:
+                if (folder / name).is_file():
+                    refuse_lfs_pointer(folder / name)
             _refuse_two_templates(folder)
             names = sorted({ONE_FILE, *OTHER_FILES, *(path.name for path in folder.glob("*.safetensors"))})
             names = [name for name in names if (folder / name).is_file()]

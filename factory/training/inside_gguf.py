@@ -2,7 +2,8 @@
 
 It is run as ``python -I inside_gguf.py FILE OUT``, and imports nothing of the factory. The licence that the file names goes into a card. With a third
 argument, ``--config``, it writes only config.json, of which the description of the model follows.
-``facts.json`` says what transformers did not take from the file, because transformers itself passes over tensors and keys in silence.
+``facts.json`` says what transformers did not take from the file, because transformers itself passes over tensors and keys in silence. The tokenizer
+that transformers makes is compared with the file's list of tokens, because its classes add tokens of their own (``restore_tokens``).
 
 A separate file, because it runs alone in the sandbox.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 os.environ |= {
@@ -26,6 +27,9 @@ os.environ |= {
 NAMES = ("quantization_config", "unk_token_id", "local_files_only")
 FACTS = "facts.json"
 NO_FACTOR = (0, 1)
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # llama.cpp's kinds of tokens; the last two are matched whole
+BYTE_LEVEL = "gpt2"  # the kind of tokenizer whose tokens are spelled in the alphabet of bytes
+PLAIN_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
 def find_lost_key(values: Mapping[str, Any], config: Any) -> str | None:
@@ -84,6 +88,98 @@ def list_unread_tensors(names: Iterable[str], model: Any, architecture: str) -> 
     return [name for name in names if name not in places and name.removesuffix(".weight") not in places]
 
 
+def restore_tokens(
+    library: dict[str, Any], tokens: Sequence[str], kinds: Sequence[int], byte_level: bool
+) -> tuple[int, str | None] | None:
+    """Change the content of a tokenizer.json so that its ids are those of the file; return the first id that still has another token, and the token
+    (None: no token). None if no id has.
+
+    ``tokens``, ``kinds``: of each id, by the file. transformers' class of a tokenizer adds its default special tokens, such as <|endoftext|>, after
+    the file's last id. They are removed: the model has no row for them. transformers also spells tokens outside the alphabet of bytes in this
+    alphabet, and no longer matches them whole. A control or user-defined token is spelled and matched as in the file again.
+
+        >>> library = {"model": {"vocab": {"a": 0, "<s>": 1}}, "added_tokens": [{"id": 1, "content": "<s>"}, {"id": 2, "content": "</s>"}]}
+        >>> restore_tokens(library, ["a", "<s>"], [1, 3], True), library["added_tokens"]
+        (None, [{'id': 1, 'content': '<s>'}])
+        >>> restore_tokens(library, ["a", "<s>", "b"], [1, 3, 1], True), restore_tokens(library, ["b", "<s>"], [1, 3], True)
+        ((2, None), (0, 'a'))
+    """
+    model, count = library["model"], len(tokens)
+    added = [one for one in library["added_tokens"] if one["id"] < count and one["content"] == tokens[one["id"]]]
+    listed = model["vocab"]
+    held = dict(listed) if isinstance(listed, dict) else {piece: number for number, (piece, _) in enumerate(listed)}
+    by_id = {number: token for token, number in held.items()} | {one["id"]: one["content"] for one in added}
+    for number, token in enumerate(tokens):
+        saved = by_id.get(number)
+        if saved == token:
+            continue
+        if saved is None or saved not in list_spellings(token, byte_level):
+            return number, saved
+        if byte_level and kinds[number] in (CONTROL, USER_DEFINED):
+            listed[token] = listed.pop(saved)
+            added.append({"id": number, "content": token, **PLAIN_FLAGS, "special": kinds[number] == CONTROL})
+    if beyond := sorted(number for number in held.values() if number >= count):
+        return beyond[0], by_id[beyond[0]]
+    library["added_tokens"] = sorted(added, key=lambda one: int(one["id"]))
+    unknown = model.get("unk_token")
+    if unknown is not None and unknown not in tokens:
+        model["unk_token"] = None
+    return None
+
+
+def list_spellings(token: str, byte_level: bool) -> tuple[str, ...]:
+    """Return how transformers spells a token of the file: in the alphabet of bytes, or with the sign of SentencePiece for blanks."""
+    if not byte_level:
+        return (token.replace(" ", "\u2581"),)
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet: dict[int, str] = bytes_to_unicode()
+    return ("".join(alphabet[byte] for byte in token.encode("utf-8")),)
+
+
+def drop_other_tokens(said: Any, tokens: Container[str]) -> Any:
+    """Return a value of tokenizer_config.json without the tokens that are not in ``tokens``: null in place of such a token, or nothing in a list.
+
+    >>> drop_other_tokens(["<s>", {"content": "<mask>"}], {"<s>"}), drop_other_tokens("<mask>", {"<s>"})
+    (['<s>'], None)
+    """
+    if isinstance(said, list):
+        return [one for one in said if drop_other_tokens(one, tokens) is not None]
+    text = said.get("content") if isinstance(said, dict) else said
+    return None if isinstance(text, str) and text not in tokens else said
+
+
+def restore_tokenizer(
+    out: str, tokens: Sequence[str], kinds: Sequence[int], byte_level: bool
+) -> tuple[int, str | None] | None:
+    """Make the written tokenizer have the file's tokens and no others. Returns and arguments: as ``restore_tokens``; then the files are unchanged."""
+    path = os.path.join(out, "tokenizer.json")
+    library = read_json(path)
+    if (other := restore_tokens(library, tokens, kinds, byte_level)) is not None:
+        return other
+    write_json(path, library)
+    path, known = os.path.join(out, "tokenizer_config.json"), set(tokens)
+    config = read_json(path)
+    for key in [key for key in config if key.endswith(("_token", "special_tokens"))]:
+        config[key] = drop_other_tokens(config[key], known)
+    listed = config.get("added_tokens_decoder", {})
+    if listed:
+        config["added_tokens_decoder"] = {number: one for number, one in listed.items() if one["content"] in known}
+    write_json(path, config)
+    return None
+
+
+def read_json(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def write_json(path: str, content: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, ensure_ascii=False)
+
+
 def write_facts(out: str, **facts: Any) -> None:
     with open(os.path.join(out, FACTS), "w", encoding="utf-8") as file:
         json.dump(facts, file, default=str)
@@ -123,6 +219,18 @@ def main(path: str, out: str, config_only: bool) -> None:
     licence = fields["general.license"].contents() if "general.license" in fields else ""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     tokenizer.save_pretrained(out)
+    tokens = [str(token) for token in fields["tokenizer.ggml.tokens"].contents()]
+    kinds = (
+        fields["tokenizer.ggml.token_type"].contents()
+        if "tokenizer.ggml.token_type" in fields
+        else [NORMAL] * len(tokens)
+    )
+    other = restore_tokenizer(out, tokens, kinds, said.get("tokenizer.ggml.model") == BYTE_LEVEL)
+    if other is not None:
+        number, saved = other
+        return write_facts(
+            out, refused="token", number=number, saved=saved, token=tokens[number] if number < len(tokens) else None
+        )
     found: Any = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )

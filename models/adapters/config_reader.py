@@ -132,7 +132,8 @@ class ConfigReader:
                     )  # fmt: skip
                 raise ModelFilesError(
                     "models.unknown_key", "{file}: key {key} (value {value}) cannot be represented. A model with this key could "
-                                          "compute something else",
+                                          "compute something else. Remove the key if you know that it changes nothing. Else use another "
+                                          "model: docs/MODELS.md lists which models the factory can compute",
                     file=self.where, key=key[:80], value=str(value)[:80],
                 )  # fmt: skip
             values = value if isinstance(value, list) else [value]
@@ -141,14 +142,17 @@ class ConfigReader:
                 raise self.unexpected(key, Message("models.plain", "a short plain value"), value)
 
     def missing(self, key: str) -> ModelFilesError:
-        return ModelFilesError("models.missing_key", "{file}: key {key} is missing", file=self.where, key=key)
+        return ModelFilesError(
+            "models.missing_key", "{file}: key {key} is missing. Use the config.json of the model's makers", file=self.where, key=key
+        )  # fmt: skip
 
     def not_positive(self, key: str, value: Any) -> ModelFilesError:
         return self.unexpected(key, Message("models.positive", "a positive number"), value)
 
     def unexpected(self, key: str, expected: str, value: Any) -> ModelFilesError:
         return ModelFilesError(
-            "models.other_value", "{file}: key {key}: expected {expected}, got {given}",
+            "models.other_value", "{file}: key {key}: expected {expected}, got {given}. If the file is wrong, correct the value. Else use "
+                                  "another model: docs/MODELS.md lists the values that the factory can compute",
             file=self.where, key=key[:80], expected=expected, given=str(value)[:80],
         )  # fmt: skip
 

@@ -83,7 +83,8 @@ class Family:
         """
         if config.get("architectures") not in (None, [self.class_name]):
             raise ModelFilesError(
-                "models.other_class", "{file}: architectures is {given}, but a model of type {family} must have {expected}",
+                "models.other_class", "{file}: architectures is {given}, but a model of type {family} must have {expected}. If the model "
+                                      "is of this class, correct the value. Else use another model: docs/MODELS.md lists the classes",
                 file=where, given=str(config["architectures"])[:80], family=self.name, expected=[self.class_name],
             )  # fmt: skip
         values = read_with(self.read, config, where, self.idle) | {"family": self.name}
@@ -105,11 +106,13 @@ class Family:
 
     def find_differences(self, spec: ModelSpec) -> dict[str, tuple[Any, Any]]:
         """``{key: (in spec, in the family's files)}`` of what writing ``spec`` to a config.json and reading it back changes. Empty: the files can
-        hold ``spec``. The key "" stands for a value that the files cannot have, with the reason."""
+        hold ``spec``. A value that the files cannot have stands under the key of config.json, or under the key "" with the reason."""
         stored = self.as_stored(spec)
         try:
             found = drop_training_keys(self.read_config(self.write(stored), self.name))
         except ModelFilesError as error:
+            if error.code == "models.other_value":  # its advice concerns a file, and there is none
+                return {error.data["key"]: (error.data["given"], error.data["expected"])}
             return {"": (str(error), "")}
         wanted = drop_training_keys(stored)
         keys = ModelSpec.model_fields

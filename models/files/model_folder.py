@@ -26,6 +26,7 @@ from models.files.safetensors_file import (
     read_header,
     read_tensor,
     refuse_double_keys,
+    refuse_lfs_pointer,
 )
 from models.spec import ModelSpec
 
@@ -101,7 +102,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelFilesError(
             "models.no_folder",
-            "{folder} is not a folder. Give the folder of a model, with its config.json",
+            "{folder} is not a folder. Give the folder of a model, with its config.json, or a file whose name ends with .gguf",
             folder=folder,
         )
     if not (folder / "config.json").is_file():
@@ -112,18 +113,29 @@ def read_model_config(folder: Path) -> dict[str, Any]:
                 "peft",
                 folder=folder,
             )
+        if files := sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf"):
+            raise ModelFilesError(
+                "models.only_gguf",
+                "{folder} has no config.json, but {count:,|.gguf file|.gguf files}. To use such a model, name the file: {file}",
+                folder=folder,
+                count=len(files),
+                file=files[0],
+            )
         raise ModelFilesError(
-            "models.no_config", "{folder} has no config.json, so it is not the folder of a model", folder=folder
+            "models.no_config",
+            "{folder} has no config.json, so it is not the folder of a model. Give the folder that has the model's config.json and weights",
+            folder=folder,
         )
     return _read_json(find_inside(folder, "config.json"), MOST_CONFIG_BYTES)
 
 
 def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
+    refuse_lfs_pointer(file)
     size = file.stat().st_size
     if size > most_bytes:
         raise ModelFilesError(
             "models.huge_json",
-            "{file} has {bytes:,} bytes. At most {most:,} are read",
+            "{file} has {bytes:,} bytes. At most {most:,} are read. Copy or download the file again",
             file=file,
             bytes=size,
             most=most_bytes,
@@ -132,10 +144,17 @@ def _read_json(file: Path, most_bytes: int) -> dict[str, Any]:
         found = json.loads(file.read_bytes(), object_pairs_hook=refuse_double_keys)
     except (ValueError, RecursionError) as error:
         raise ModelFilesError(
-            "models.not_json", "{file} is not JSON: {problem}", file=file, problem=str(error)[:200]
+            "models.not_json",
+            "{file} is not JSON: {problem}. Copy or download the file again",
+            file=file,
+            problem=str(error)[:200],
         ) from None
     if not isinstance(found, dict):
-        raise ModelFilesError("models.not_a_mapping", "{file} must be a mapping of keys to values", file=file)
+        raise ModelFilesError(
+            "models.not_a_mapping",
+            "{file} must be a mapping of keys to values. Copy or download the file again",
+            file=file,
+        )
     return found
 
 
@@ -186,9 +205,20 @@ def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
             folder=folder,
             file=pickled[0],
         )
+    if shards := sorted(folder.glob("*.safetensors")):
+        raise ModelFilesError(
+            "models.no_index",
+            "{folder} has {count:,|file|files} of weights ({file} …), but no {index}, which says which tensor is in which file. Copy or download "
+            "{index} too. If one file has all weights, name it {one}",
+            folder=folder,
+            count=len(shards),
+            file=shards[0].name,
+            one=ONE_FILE,
+            index=INDEX,
+        )
     raise ModelFilesError(
         "models.no_weights",
-        "{folder} has no weights: neither {one} nor {index}",
+        "{folder} has no weights: neither {one} nor {index}. Copy or download the weights too",
         folder=folder,
         one=ONE_FILE,
         index=INDEX,
@@ -203,23 +233,31 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         or not weight_map
         or not all(isinstance(name, str) for name in weight_map.values())
     ):
-        raise ModelFilesError("models.weight_map", "{file}: weight_map must name the file of each tensor", file=index)
+        raise ModelFilesError(
+            "models.weight_map",
+            "{file}: weight_map must name the file of each tensor. Copy or download the file again",
+            file=index,
+        )
     found: dict[str, StoredTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        file = find_inside(folder, name)
-        if not file.is_file():
+    names = sorted(set(weight_map.values()))
+    for name in (
+        names
+    ):  # all of them first: a wrong name also makes the tensors of the other files appear to be in the wrong place
+        if not find_inside(folder, name).is_file():
             raise ModelFilesError(
                 "models.missing_shard",
                 "{index} names {file}, which is not in the folder. Download or copy all {count} files of the model",
                 index=index,
                 file=name,
-                count=len(set(weight_map.values())),
+                count=len(names),
             )
+    for name in names:
+        file = find_inside(folder, name)
         for key, tensor in read_header(file).items():
             if key in found:
                 raise ModelFilesError(
                     "models.double_tensor",
-                    "{file} and {other} both hold tensor {tensor}",
+                    "{file} and {other} both hold tensor {tensor}. Use weights and index of one model",
                     file=found[key].file,
                     other=file,
                     tensor=key,
@@ -227,7 +265,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
             if weight_map.get(key) != name:
                 raise ModelFilesError(
                     "models.other_shard",
-                    "{file} holds tensor {tensor}, which the index says is in {other}",
+                    "{file} holds tensor {tensor}, which the index says is in {other}. Use weights and index of one model",
                     file=file,
                     tensor=key[:120],
                     other=str(weight_map.get(key)),
@@ -237,7 +275,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         if key not in found:
             raise ModelFilesError(
                 "models.not_in_shard",
-                "{index}: tensor {tensor} is not in {file}",
+                "{index}: tensor {tensor} is not in {file}. Use weights and index of one model",
                 index=index,
                 tensor=key[:120],
                 file=name,

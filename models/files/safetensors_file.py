@@ -25,6 +25,8 @@ SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U8": 1}
 TORCH_NAMES = {
     "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8",
 }  # fmt: skip
+LFS_BEGIN = b"version https://git-lfs.github.com/spec/"  # of a pointer (docs/spec.md of Git LFS)
+MOST_LFS_BYTES = 1024
 WEIGHTS = ("BF16", "F16", "F32")  # dtypes that fp32 holds exactly
 Layout = Mapping[str, tuple["torch.dtype", tuple[int, ...]]]  # of a file's tensors, in its order
 
@@ -45,6 +47,7 @@ class StoredTensor:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name. No tensor is read. Raises: ModelFilesError that names the file; OSError."""
+    refuse_lfs_pointer(file)
     size = file.stat().st_size
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -58,7 +61,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if length > MOST_HEADER_BYTES:
             raise ModelFilesError(
                 "models.huge_header",
-                "{file}: the header has {bytes:,} bytes. At most {most:,} are read",
+                "{file}: the header has {bytes:,} bytes. At most {most:,} are read. Copy or download the file again",
                 file=file,
                 bytes=length,
                 most=MOST_HEADER_BYTES,
@@ -70,10 +73,28 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         found = {name: _parse_entry(file, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
-            "models.damaged_header", "{file}: the header is not one of safetensors: {problem}", file=file, problem=str(error)[:200]
-        ) from None  # fmt: skip
+            "models.damaged_header",
+            "{file}: the header is not one of safetensors: {problem}. Copy or download the file again",
+            file=file,
+            problem=str(error)[:200],
+        ) from None
     _check_places(file, found, 8 + length, size)
     return found
+
+
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raises: ModelFilesError if a file is a pointer of Git LFS, which a clone without Git LFS leaves in place of a large file; OSError."""
+    if file.stat().st_size > MOST_LFS_BYTES:
+        return
+    with open(file, "rb") as opened:
+        is_pointer = opened.read(len(LFS_BEGIN)) == LFS_BEGIN
+    if is_pointer:
+        raise ModelFilesError(
+            "models.lfs_pointer",
+            "{file} is only a pointer of Git LFS, not the file itself. Install Git LFS, then type 'git lfs pull' in {folder}",
+            file=file,
+            folder=file.parent,
+        )
 
 
 def refuse_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,7 +123,7 @@ def _check_places(file: Path, tensors: Mapping[str, StoredTensor], start: int, s
         if tensor.start != place:
             raise ModelFilesError(
                 "models.overlapping",
-                "{file}: the places of {tensor} and {before} overlap, or leave a gap",
+                "{file}: the places of {tensor} and {before} overlap, or leave a gap. Copy or download the file again",
                 file=file,
                 tensor=name[:120],
                 before=before[:120] or "the header",

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from factory.cli.continuing_plan import describe_this_machine, plan_continuing
@@ -36,6 +37,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow, find_champion
 from factory.presets.imported_workspace import ImportOptions, make_imported_workspace
+from factory.presets.new_workspace import open_tokenizer
 from factory.presets.presets import Hardware, estimate_memory_here
 from factory.releasable.report import make_report
 from factory.release.gguf.writing import write_export_gguf, write_release_gguf
@@ -50,6 +52,7 @@ from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose
 from tests.support.killed_at import killed_at, lines_run
 from tests.support.messages import refused
+from tests.support.models.changed_files import rewrite_gguf, write_lfs_pointer
 from tests.support.trainer.public_model import save_public_model
 from trainer.contract.checkpoint.format import find_checkpoint_fault, read_tensors
 
@@ -274,31 +277,6 @@ def test_the_plan_of_a_gguf_file_is_that_of_its_folder(isolates: None, model: Pa
     assert of_file["fits"] == of_folder["fits"] and of_file["files"] is None
 
 
-def rewrite_gguf(file: Path, out: Path, change: dict[str, Any]) -> Path:
-    """Copy a .gguf file with other keys and tensors. None: without that key or tensor. An array: a tensor."""
-    import gguf
-
-    reader, kinds = gguf.GGUFReader(file), gguf.GGUFValueType
-    writer = gguf.GGUFWriter(out, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in {"general.architecture", *change}:
-            inner = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for tensor in reader.tensors:
-        if tensor.name not in change:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name, value in change.items():
-        if isinstance(value, np.ndarray):
-            writer.add_tensor(name, value)
-        elif value is not None:
-            writer.add_key_value(name, value, kinds.STRING if isinstance(value, str) else kinds.FLOAT32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
-
-
 # what is changed, the code, and data of the refusal
 LOSSES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "a tensor is missing": (
@@ -481,6 +459,10 @@ def with_a_pipe(folder: Path) -> None:
     os.mkfifo(folder / "chat_template.jinja")
 
 
+def with_sentencepiece_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "models.no_config"),
     "pickles": (only_pickles, "models.pickled"),
@@ -489,6 +471,21 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "large vocabulary": (with_fewer_rows, "imported_workspace.large_vocabulary"),
     "two templates": (with_two_templates, "import_source.two_templates"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "presets.unreadable_tokenizer"),
+    "a tokenizer of SentencePiece": (with_sentencepiece_alone, "presets.only_sentencepiece"),
+    "a pointer of Git LFS for weights": (
+        lambda folder: write_lfs_pointer(folder / "model.safetensors"),
+        "models.lfs_pointer",
+    ),
+    "a pointer of Git LFS for the tokenizer": (
+        lambda folder: write_lfs_pointer(folder / "tokenizer.json"),
+        "models.lfs_pointer",
+    ),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{,"), "models.not_json"),
+    "another class": (
+        lambda folder: rewrite(folder / "config.json", architectures=["LlamaForSequenceClassification"]),
+        "models.other_class",
+    ),
+    "another activation": (lambda folder: rewrite(folder / "config.json", hidden_act="gelu"), "models.other_value"),
     "an exploding tokenizer": (with_an_exploding_tokenizer, "presets.crashing_tokenizer"),
     "named templates": (with_named_templates, "import_source.two_templates"),
     "a link out of the folder": (with_a_link_out, "models.link_outside"),
@@ -509,6 +506,63 @@ def test_a_bad_model_is_refused_before_anything_is_written(
     if case == "unknown key":
         assert (error.value.data["key"], error.value.data["value"]) == ("query_pre_attn_scalar", "144")
     assert not (tmp_path / "factory").exists()
+
+
+def with_another_model(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def with_an_unknown_stop_id(folder: Path) -> None:
+    rewrite(folder / "tokenizer.json", normalizer={"type": "NFC"})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 100_000}))
+
+
+def with_a_broken_template(folder: Path) -> None:
+    rewrite(folder / "tokenizer.json", normalizer={"type": "NFC"})
+    for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
+        file.unlink()
+    (folder / "chat_template.jinja").write_text("{% for %}")
+
+
+@pytest.mark.parametrize("spoil", [with_another_model, with_an_unknown_stop_id, with_a_broken_template])
+def test_a_model_is_never_told_to_train_a_tokenizer_of_its_own(
+    spoil: Callable[[Path], object], own: Path, make: Callable[..., dict[str, Any]]
+) -> None:
+    spoil(own)
+    with refused("presets.bad_tokenizer") as error:
+        make(own)
+    assert error.value.data["advice"].code == "presets.models_tokenizer"
+    with refused("presets.bad_tokenizer") as error, open_tokenizer(own):
+        pass
+    assert error.value.data["advice"].code == "presets.own_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "data"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "gguf_source.hub_name", {"name": "SmolLM2-135M"}),
+        ("nothere.gguf", "gguf_source.no_place", {"place": Path("nothere.gguf")}),
+        ("./models/nothere/at/all", "gguf_source.no_place", {}),
+        ("there/nothere", "gguf_source.no_place", {}),
+    ],
+)
+def test_a_place_where_nothing_is_is_refused_and_a_hubs_name_is_told_how_to_download(
+    place: str,
+    code: str,
+    data: dict[str, Any],
+    make: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for attempt in (
+        lambda: make(Path(place)),
+        lambda: plan_continuing(Path(place), None, [describe_this_machine()], 4, (), None),
+    ):
+        with refused(code) as error:
+            attempt()
+        assert error.value.data.items() >= data.items()
 
 
 def test_a_folder_that_changes_while_it_is_read_is_refused(own: Path) -> None:
@@ -563,9 +617,14 @@ def test_a_workspace_takes_no_second_model_and_no_model_beside_its_own_work(
         tensors["model.norm.weight"] += 1
 
     change_weights(own, change)
-    for options in ({"context": 16}, {"licence": "mit"}, {"find_rate": False}):
+    for options in ({"context": 16}, {"licence": "mit"}):
         with refused("imported_workspace.other_option"):
             make(model, **options)
+    with refused("imported_workspace.rate_finder") as error:
+        make(model, find_rate=False)
+    configuration: Path = error.value.data["file"]
+    configuration.write_text(yaml.safe_dump(yaml.safe_load(configuration.read_text()) | {"find_rate": False}))
+    assert make(model, find_rate=False) == make(model), "as the message advises"
     with refused("importing.other_model"):
         make(own)
     with refused("imported_workspace.no_import"):

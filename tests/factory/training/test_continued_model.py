@@ -17,6 +17,7 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate_candidate
 from factory.evals.parity import CHECKS
 from factory.ingest.chain import ingest_shard
+from factory.ledger.ledger import segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
@@ -165,6 +166,21 @@ def test_an_average_with_what_is_no_release_or_was_not_trained_is_refused(
 ) -> None:
     with refused(code, InputError):
         plan_average(plant, "release", **keywords)
+
+
+def test_an_average_of_models_that_compute_other_functions_is_refused_by_the_keys(plant: Plant) -> None:
+    recipe = SegmentRow.get(plant.ledger, 2).recipe_json
+    other = recipe | {"model": recipe["model"] | {"rope_theta": 20_000.0}}
+    change = segments.update().where(segments.c.id == 2)
+    with plant.ledger.begin() as tx:
+        tx.execute(change.values(recipe_json=other))
+    try:
+        changes = ["model.rope_theta 10000.0 → 20000.0"]
+        with refused("training.other_function", InputError, release=0, segment=2, changes=changes):
+            plan_average(plant, "release", 2, release=0)
+    finally:
+        with plant.ledger.begin() as tx:
+            tx.execute(change.values(recipe_json=recipe))
 
 
 def test_frozen_weights_stay_after_lora_was_merged_and_lora_begins_again_under_new_code(plant: Plant) -> None:

@@ -19,6 +19,7 @@ from models.adapters import convert_to_files, list_stored_tensors
 from models.adapters.config_reader import ModelFilesError
 from models.files.model_folder import INDEX, ONE_FILE, open_model_folder
 from models.files.safetensors_file import read_header, write_weights
+from tests.support.models.changed_files import write_lfs_pointer
 from tests.support.models.multi_token import PublishedLayers
 from tests.support.models.small_models import CASES, Case, save_model
 
@@ -178,6 +179,10 @@ def test_a_head_of_a_tied_model_must_equal_the_embedding(folder: Callable[[str],
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "missing").code == "models.no_folder"
     assert refusal(tmp_path).code == "models.no_config"
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    (tmp_path / "a.GGUF").write_bytes(b"GGUF")
+    error = refusal(tmp_path)
+    assert error.code == "models.only_gguf" and (error.data["count"], error.data["file"]) == (2, tmp_path / "a.GGUF")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert refusal(tmp_path).code == "models.adapter_only"
 
@@ -216,6 +221,33 @@ def test_a_shard_that_is_not_there_is_refused(folder: Callable[[str], Path]) -> 
     gone.unlink()
     error = refusal(path)
     assert error.code == "models.missing_shard" and error.data["file"] == gone.name
+
+
+def test_an_index_that_names_a_file_that_is_not_there_is_refused_by_the_files_name(
+    folder: Callable[[str], Path],
+) -> None:
+    """Also if the tensor is in another file, which is read before."""
+    path = folder("shards")
+    edit_json(path / INDEX, lambda index: index["weight_map"].update({EMBEDDING: "nothere.safetensors"}))
+    error = refusal(path)
+    assert error.code == "models.missing_shard" and error.data["file"] == "nothere.safetensors"
+
+
+def test_shards_without_their_index_are_refused_with_its_name(folder: Callable[[str], Path]) -> None:
+    path = folder("shards")
+    (path / INDEX).unlink()
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    error = refusal(path)
+    assert error.code == "models.no_index"
+    assert (error.data["count"], error.data["file"], error.data["index"]) == (len(shards), shards[0], INDEX)
+
+
+@pytest.mark.parametrize(("name", "form"), [(ONE_FILE, "one"), (INDEX, "shards"), ("config.json", "one")])
+def test_a_pointer_of_git_lfs_is_refused_as_such(folder: Callable[[str], Path], name: str, form: str) -> None:
+    path = folder(form)
+    write_lfs_pointer(path / name)
+    error = refusal(path)
+    assert error.code == "models.lfs_pointer" and error.data == {"file": path / name, "folder": path}
 
 
 @pytest.mark.parametrize("keep", [4, 100, 0.5, 0.999], ids=str)
