@@ -556,8 +556,8 @@ def refuse_changed_model(
         first, *later = SegmentRow.read_lineage(plant.ledger, parent.id)
         if parent.id == first.id and first.kind == IMPORT:
             raise ConfigError(
-                "training.imported_model_changed", "{recipe_file} describes another model than the imported one: {changes}. Undo the change. {accept}",
-                recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
+                "training.imported_model_changed", "{recipe_file} describes another model than the imported one: {changes}. Undo the change. "
+                "{accept}", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
             )  # fmt: skip
         if first.kind == IMPORT:
             raise ConfigError(

@@ -512,8 +512,8 @@ class Recipe(StrictSchema):
         if allowed is not None and self.model.context > allowed:
             raise RecipeError(
                 "recipe.context_beyond_model",
-                "{file}: model.context is {context:,}, but the model allows {allowed:,} positions (model.max_positions). Lower model.context, or raise "
-                "model.max_positions, with model.rope_scaling if the model needs it, and name each change: 'factory train --change max_positions'.",
+                "{file}: model.context is {context:,}, but the model allows {allowed:,} positions (model.max_positions). Lower model.context. Or "
+                "raise model.max_positions, add model.rope_scaling if it is needed, and name each change: 'factory train --change max_positions'.",
                 file=where, context=self.model.context, allowed=allowed,
             )  # fmt: skip
         for pattern in self.freeze:
