@@ -365,7 +365,8 @@ class Recipe(StrictSchema):
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
     parallel: ParallelRecipe = ParallelRecipe()
-    # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function.
+    # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function, or an
+    # export says something else of them.
     # A change of any other key is allowed only if it keeps the function.
     accept_changes: list[Acceptable] = []
     adapt: AdaptRecipe | None = None  # train LoRA's matrices in place of the weights; null: train the weights
