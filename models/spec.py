@@ -104,8 +104,11 @@ class LayerSpec:
     experts: ExpertsSpec | None  # None: a dense MLP
 
 
-# Keys that change the function without changing a weight's shape, alone or together with a second key. A recipe can accept such a change.
+# Keys that change the function without changing a weight's shape, alone or together with a second key, or what an export says of the model. A recipe
+# can accept such a change.
 Acceptable = Literal[
+    "max_positions",
+    "family",
     "rope_theta",
     "norm_eps",
     "nope_every",
@@ -166,7 +169,8 @@ class ModelSpec(StrictSchema):
     experts: ExpertsSpec | None = None  # null: a dense model
     base_d_model: Positive | None = None  # the width for which the rates were found (muP); null: this width
 
-    max_positions: Positive | None = None  # that config.json of an export allows; null: ``context``
+    # Positions that the model allows, and config.json of an export says. null: as many as the model from which training continues, or ``context``
+    max_positions: Positive | None = None
     family: str | None = None  # the family of ``models.adapters`` whose files an export has; null: the first that fits
     tied: bool = True  # the head is the embedding
     # Positions

@@ -144,17 +144,34 @@ def _experts(spec: ModelSpec, experts: ExpertsSpec) -> dict[str, Shape]:
     return found
 
 
+def find_missing_layer(pattern: str, layers: int) -> int | None:
+    """The last layer of a pattern's range, if a model of so many layers lacks it. None for any other pattern.
+
+    >>> [find_missing_layer(pattern, 4) for pattern in ("blocks.2-3", "blocks.2-4.q", "embedding")]
+    [None, 4, None]
+    """
+    found = _read_range(pattern)
+    return found[1] if found is not None and found[1] >= layers else None
+
+
+def _read_range(pattern: str) -> tuple[int, int, str] | None:
+    """(first layer, last layer, the rest) of a pattern with a range of layers; None for any other pattern."""
+    section, _, rest = pattern.partition(".")
+    layers, _, key = rest.partition(".")
+    first, dash, last = layers.partition("-")
+    is_range = section == "blocks" and dash and first.isdecimal() and last.isdecimal()
+    return (int(first), int(last), key) if is_range else None
+
+
 def matches_pattern(name: str, pattern: str) -> bool:
     """True if a pattern names a tensor. A pattern is a name or its beginning (``embedding``, ``blocks.3``), a range of layers, or has wildcards.
 
     >>> [matches_pattern("blocks.10.q", one) for one in ("blocks.1", "blocks.10", "blocks.0-11", "blocks.*.q", "blocks.10.k")]
     [False, True, True, True, False]
     """
-    section, _, rest = pattern.partition(".")
-    layers, _, key = rest.partition(".")
-    first, dash, last = layers.partition("-")
-    if section == "blocks" and dash and first.isdecimal() and last.isdecimal():
+    if (found := _read_range(pattern)) is not None:
+        first, last, key = found
         parts = name.split(".")
-        inside = parts[0] == "blocks" and int(first) <= int(parts[1]) <= int(last)
+        inside = parts[0] == "blocks" and first <= int(parts[1]) <= last
         return inside and (not key or fnmatchcase(".".join(parts[2:]), key))
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)

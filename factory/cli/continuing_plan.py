@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from factory.core.errors import InputError
 from factory.core.workspace import find_checkout_root
 from kernels.contract.message import Message
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.contract.plan.weight_files import WeightFiles
 
 
+CONFIG = "config.json"  # the weights stand beside a file with this name
 TUNED = {"cpu": "native", "cuda": "triton"}
 IN_PLACE = {"native": 512, "triton": 8192}  # tokens of a chunk of logits, at most, of heads that overwrite them
 
@@ -111,15 +113,27 @@ def plan_continuing(
     frozen: Sequence[str],
     targets: list[str] | None,
 ) -> Continued:
-    """What fits. ``source``: a model's folder, its config.json, or a .gguf file. Raises: TrainerError or ImportRefusedError."""
+    """What fits. ``source``: a model's folder, its config.json, or a .gguf file.
+
+    Raises: InputError for a context that the model does not allow; TrainerError or ImportRefusedError.
+    """
     from factory.training.gguf_source import is_gguf, open_gguf_config
     from trainer.contract.plan.continuing import find_fit, list_training_ways
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.weight_files import compare_weights, drop_absent_layers
 
     with open_gguf_config(source) if is_gguf(source) else nullcontext(source) as folder:
-        public = drop_absent_layers(read_config(folder, context), source)
-    files = compare_weights(public, source) if source.is_dir() else None
+        weights = source.parent if source.name == CONFIG else source
+        public = drop_absent_layers(read_config(folder, context), weights)
+    if context is not None and context > public.longest_context:
+        raise InputError(
+            "continuing_plan.context_beyond_model",
+            "--context: {context:,} is more than the {longest:,} positions that {model} allows. Give at most {longest}, or leave the option out.",
+            context=context,
+            longest=public.longest_context,
+            model=source,
+        )
+    files = compare_weights(public, weights) if weights.is_dir() else None
     ways = list_training_ways(public.spec, rank, frozen, targets)
     fits = [find_fit(public.spec, way, place, public.longest_context) for place in devices for way in ways]
     return Continued(public, files, fits)

@@ -83,7 +83,7 @@ def make_continuing_recipe(
     """
     allowed = spec.context
     rows = min(allowed, context or USUAL_CONTEXT)
-    model = spec.model_dump() | {"context": rows} | ({"max_positions": allowed} if rows != allowed else {})
+    model = spec.model_dump() | {"context": rows, "max_positions": allowed}  # the second also if equal: rows may change
     fields = ModelSpec.model_fields
     model = {key: value for key, value in model.items() if fields[key].is_required() or value != fields[key].default}
     sequences = max(4, STEP_TOKENS // rows)

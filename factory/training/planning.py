@@ -323,7 +323,7 @@ def make_next_trunk_spec(plant: Plant, steps: int, changes: Sequence[str] = ()) 
             "training.no_data", "The factory has no ingested shard. Ingest data first: 'factory ingest PATH'."
         )
     refuse_changed_model(plant, recipe, parent, changes)
-    recipe = _accept_changes(recipe, changes)
+    recipe = _accept_changes(keep_allowed_positions(plant, recipe, parent), changes)
     first = parent.last_step if parent else 0
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + steps, _licences(plant.workspace))
     commit = get_live_commit(plant.workspace.repository)
@@ -334,6 +334,34 @@ def make_next_trunk_spec(plant: Plant, steps: int, changes: Sequence[str] = ()) 
         "last_step": first + steps, "initial_checkpoint": parent and read_last_checkpoint(plant.ledger, parent.id)["path"],
         "code_commit": commit, "kernels": None,
     }  # fmt: skip
+
+
+def keep_allowed_positions(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> Recipe:
+    """The recipe with the parent's ``max_positions`` if it has none. Otherwise a shorter context would shrink what exports of the model allow.
+
+    Raises: ConfigError if the recipe's context is longer.
+    """
+    if parent is None or recipe.model.max_positions is not None:
+        return recipe
+    allowed, written = _find_allowed_positions(plant.ledger, parent)
+    if allowed is None or (allowed == recipe.model.context and not written):
+        return recipe  # as before imports wrote the key: its hash stays the same
+    recipe = _with_keys(recipe, {"model.max_positions": allowed})
+    try:
+        recipe.refuse_beyond_model(str(plant.workspace.recipe_path()))
+    except TrainerError as error:
+        raise ConfigError(error.message) from error
+    return recipe
+
+
+def _find_allowed_positions(db: SqlReader, parent: SegmentRow) -> tuple[int | None, bool]:
+    """(positions that the model of a segment allows, whether its recipe says so). The recipe of an older import lacks the number, its plan has it.
+    None: a model of this factory without a number of its own."""
+    written = (parent.recipe_json.get("model") or {}).get("max_positions")
+    if written is not None:
+        return int(written), True
+    first = SegmentRow.read_lineage(db, parent.id)[0]
+    return (int(read_import_plan(db, first.id)["spec"]["context"]) if first.kind == IMPORT else None), False
 
 
 def _accept_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -359,7 +387,7 @@ def _plan(
         refuse_rewound_segment(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
     notes: list[str] = [*refuse_changed_model(plant, recipe, parent, changes)]
-    recipe = _accept_changes(recipe, changes)
+    recipe = _accept_changes(keep_allowed_positions(plant, recipe, parent), changes)
     first = parent.last_step if parent else 0
     overridden = find_recipe_override(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
@@ -492,7 +520,11 @@ def refuse_changed_model(
     Raises: ConfigError naming each other change with both values, the file, and what to do; InputError for a name in ``named`` that no change has.
     """
     from models.spec import ACCEPTABLE
-    from trainer.contract.checkpoint.model_function_changes import find_model_function_changes, find_unaccepted_changes
+    from trainer.contract.checkpoint.model_function_changes import (
+        find_export_changes,
+        find_model_function_changes,
+        find_unaccepted_changes,
+    )
 
     if unknown := next((key for key in named if key not in ACCEPTABLE), None):
         raise InputError(
@@ -511,8 +543,13 @@ def refuse_changed_model(
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
-    changes = find_model_function_changes(before, recipe.model)
-    refused = find_unaccepted_changes(before, recipe.model, [*recipe.accept_changes, *named])
+    allowed, _ = _find_allowed_positions(plant.ledger, parent)
+    recipe = keep_allowed_positions(plant, recipe, parent)
+    of_export = find_export_changes(before | ({"max_positions": allowed} if allowed else {}), recipe.model)
+    changes = find_model_function_changes(before, recipe.model) | of_export
+    accepted = [*recipe.accept_changes, *named]
+    refused = find_unaccepted_changes(before, recipe.model, accepted)
+    refused += [key for key in of_export if key not in accepted]
     if refused:
         accept: str = Message(
             "training.accept_model_change", "You can name the change: '{command}', or accept_changes: [{keys}] in the recipe. Training then "
@@ -520,11 +557,18 @@ def refuse_changed_model(
         )  # fmt: skip
         differing = [f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused]
         accept = accept if set(refused) <= set(ACCEPTABLE) else ""
-        first = SegmentRow.read_lineage(plant.ledger, parent.id)[0]
+        first, *later = SegmentRow.read_lineage(plant.ledger, parent.id)
+        if parent.id == first.id and first.kind == IMPORT:
+            raise ConfigError(
+                "training.imported_model_changed", "{recipe_file} describes another model than the imported one: {changes}. Undo the change. "
+                "{accept}", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
+            )  # fmt: skip
         if first.kind == IMPORT:
             raise ConfigError(
-                "training.imported_model_changed", "{recipe_file} describes another function than the imported model computes: {changes}. Undo "
-                "the change. {accept}", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
+                "training.continued_model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can "
+                "undo the change. {accept}You can begin again from the imported model with 'factory rewind {root} -w {workspace}', which keeps "
+                "data, tokenizer and releases.", recipe_file=workspace.recipe_path(), segment=parent.id,
+                changes=differing, accept=accept, root=later[0].id, workspace=workspace.root,
             )  # fmt: skip
         raise ConfigError(
             "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. You can undo "

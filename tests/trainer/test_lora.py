@@ -253,6 +253,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, plan: DataPlan, base: P
         ({"adapt": {"rank": 4}, "freeze": ["embedding"]}, "recipe.freeze_and_adapt"),
         ({"adapt": {"rank": 4}, "parallel": {"tensor": 2}}, "recipe.adapt_tensor"),
         ({"freeze": ["embeding"]}, "recipe.freezes_nothing"),
+        ({"freeze": ["blocks.8-9"]}, "recipe.freezes_missing_layer"),
         ({"freeze": ["*"]}, "recipe.all_frozen"),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from kernels.contract.strict_yaml import read_yaml
 from models.adapters import find_family_for_export
 from models.adapters.config_reader import ModelFilesError
 from models.spec import GROUPED_MULTIPLE, Acceptable, ModelSpec
-from models.tensors import BUFFERS, MULTI_TOKEN, list_tensor_shapes, matches_pattern
+from models.tensors import BUFFERS, MULTI_TOKEN, find_missing_layer, list_tensor_shapes, matches_pattern
 from trainer.contract.errors import RecipeError
 from trainer.contract.lora import AdaptRecipe, is_lora_tensor, refuse_impossible_targets
 
@@ -54,6 +54,19 @@ def _only_with(key: str, kind: str) -> Message:
         "{key} is required if schedule.kind is {kind}, and is not allowed with any other kind",
         key=key,
         kind=kind,
+    )
+
+
+def _describe_missing_layer(pattern: str, layers: int) -> Message | None:
+    layer = find_missing_layer(pattern, layers)
+    if layer is None:
+        return None
+    return Message(
+        "recipe.freezes_missing_layer",
+        "freeze: {pattern} names layer {layer}, but the last layer is {last}",
+        pattern=pattern,
+        layer=layer,
+        last=layers - 1,
     )
 
 
@@ -352,7 +365,8 @@ class Recipe(StrictSchema):
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
     parallel: ParallelRecipe = ParallelRecipe()
-    # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function.
+    # Keys of ``model`` that may differ from the checkpoint from which training continues. The same weights then compute another function, or an
+    # export says something else of them.
     # A change of any other key is allowed only if it keeps the function.
     accept_changes: list[Acceptable] = []
     adapt: AdaptRecipe | None = None  # train LoRA's matrices in place of the weights; null: train the weights
@@ -381,6 +395,8 @@ class Recipe(StrictSchema):
         names = [name for name in list_tensor_shapes(self.model) if name.rpartition(".")[2] not in BUFFERS]
         for pattern in self.freeze:
             if not any(matches_pattern(name, pattern) for name in names):
+                if (missing := _describe_missing_layer(pattern, self.model.layers)) is not None:
+                    raise ValueError(missing)
                 raise ValueError(
                     Message("recipe.freezes_nothing", "freeze: no tensor is named {pattern}. Tensors are named like {names}",
                         pattern=pattern, names=names[:3])
@@ -475,14 +491,35 @@ class Recipe(StrictSchema):
 
     @classmethod
     def load(cls, path: Path | str) -> Recipe:
-        """The recipe in a YAML file. Raises: RecipeError that names the file and the key."""
+        """The recipe in a YAML file, with the check of ``refuse_beyond_model``. Raises: RecipeError that names the file and the key."""
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(
                 "recipe.unreadable", "{file} cannot be read: {problem}", file=str(path), problem=str(error)
             ) from None
-        return cls.parse(read_yaml(text, str(path), RecipeError), str(path))
+        recipe = cls.parse(read_yaml(text, str(path), RecipeError), str(path))
+        recipe.refuse_beyond_model(str(path))
+        return recipe
+
+    def refuse_beyond_model(self, where: str) -> None:
+        """Refuse a context or a layer that the model does not have.
+
+        The schema allows both, because earlier factories trained with such recipes, and their checkpoints must stay readable.
+
+        Raises: RecipeError that names ``where``, the key and what the model has.
+        """
+        allowed = self.model.max_positions
+        if allowed is not None and self.model.context > allowed:
+            raise RecipeError(
+                "recipe.context_beyond_model",
+                "{file}: model.context is {context:,}, but the model allows {allowed:,} positions (model.max_positions). Lower model.context. Or "
+                "raise model.max_positions, add model.rope_scaling if it is needed, and name each change: 'factory train --change max_positions'.",
+                file=where, context=self.model.context, allowed=allowed,
+            )  # fmt: skip
+        for pattern in self.freeze:
+            if (missing := _describe_missing_layer(pattern, self.model.layers)) is not None:
+                raise RecipeError("recipe.missing_layer", "{file}: {problem}.", file=where, problem=missing)
 
     @classmethod
     def parse(cls, raw: object, where: str = "recipe") -> Recipe:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.qk_norm_rope import apply_rope
+from models.rope import compute_alibi_slopes
 from models.spec import LayerSpec, ModelSpec
+from trainer.parallel.tensor_ranks import TensorRanks
 
 Block = Any  # ``trainer.model.block`` has the class, and imports this file
 Place = Callable[[Block, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -51,6 +53,12 @@ def choose_visibility(shape: ModelSpec, layer: LayerSpec) -> Visibility | None:
     if window is None and not has_slopes and not shape.attention_sinks and shape.attention_softcap is None:
         return None
     return Visibility(window, has_slopes)
+
+
+def make_own_slopes(shape: ModelSpec, tensor: TensorRanks, device: torch.device) -> Tensor:
+    """ALiBi's slopes of this rank's heads, fp32."""
+    slopes_1H = torch.tensor([compute_alibi_slopes(shape.heads)], device=device)
+    return tensor.take_own_positions(slopes_1H)[0]
 
 
 def choose_attention(shape: ModelSpec, layer: LayerSpec) -> AttentionParts:

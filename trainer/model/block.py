@@ -22,7 +22,7 @@ from models.tensors import BUFFERS, Shape, list_block_shapes, list_unit_norms
 from trainer.contract.lora import A, AdaptRecipe, list_lora_shapes
 from trainer.contract.recipe import is_trained
 from trainer.model import fp8
-from trainer.model.attention import choose_attention, choose_visibility
+from trainer.model.attention import choose_attention, choose_visibility, make_own_slopes
 from trainer.model.lora import multiply_adapted
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -187,8 +187,11 @@ class Block(nn.Module):
         return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT, prepared_documents)
 
     def see(self, documents_BT: Tensor) -> Any:
-        """The documents as this layer's op takes them unprepared, without the slopes of ALiBi."""
-        return documents_BT if self.visibility is None else VisibleKeys(documents_BT, self.visibility.window, None)
+        """The documents as this layer's op takes them unprepared."""
+        if self.visibility is None:
+            return documents_BT
+        slopes_H = make_own_slopes(self.shape, self.tensor, documents_BT.device) if self.visibility.has_slopes else None
+        return VisibleKeys(documents_BT, self.visibility.window, slopes_H)
 
     def run(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, prepared_documents: Any

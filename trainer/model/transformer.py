@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from kernels.contract.registry import Ops
 from kernels.general_attention.visible_keys import VisibleKeys
-from models.rope import compute_alibi_slopes, compute_rope_frequencies
+from models.rope import compute_rope_frequencies
 from models.spec import ModelSpec
 from models.tensors import list_tensor_shapes
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.lora import AdaptRecipe, B, is_lora_tensor
 from trainer.model import fp8, multi_token
-from trainer.model.attention import Visibility
+from trainer.model.attention import Visibility, make_own_slopes
 from trainer.model.block import Block, Trained, allocate_tensors
 from trainer.model.lora import set_dora_lengths
 from trainer.model.multi_token import MultiTokenLayer, MultiTokenObjective, ShiftedBatch
@@ -268,8 +268,7 @@ class Decoder(nn.Module):
         """ALiBi's slopes of this rank's heads."""
         key = "slopes", device
         if key not in self.constants:
-            slopes_1H = torch.tensor([compute_alibi_slopes(self.shape.heads)], device=device)
-            self.constants[key] = self.tensor.take_own_positions(slopes_1H)[0]
+            self.constants[key] = make_own_slopes(self.shape, self.tensor, device)
         return self.constants[key]  # type: ignore[no-any-return]
 
     def loss(

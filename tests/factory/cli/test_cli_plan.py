@@ -129,6 +129,25 @@ def test_a_plan_to_continue_a_folder_compares_its_headers_and_says_what_fits_on_
     assert "the run" in said_here(*asked, "--tokens", "10M")
 
 
+def test_a_config_json_is_compared_with_the_weights_beside_it(tmp_path: Path) -> None:
+    config = make_folder(tmp_path / "model") / "config.json"
+    said = json.loads(said_here("plan", "--from", str(config), "--json"))
+    assert said["files"] == {"files": 1, "tensors": 20, "bytes": 2 * 35_392_320}
+    (config.parent / "model.safetensors").unlink()
+    assert json.loads(said_here("plan", "--from", str(config), "--json"))["files"] is None
+
+
+def test_a_context_beyond_the_models_positions_is_refused_with_its_number(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    error = CliRunner().invoke(app, ["plan", "--from", str(folder), "--context", "8193"]).exception
+    assert isinstance(error, FactoryError) and error.exit_code == 2, error
+    with refused("continuing_plan.context_beyond_model", context=8193, longest=8192, model=folder):
+        raise error
+    assert (
+        json.loads(said_here("plan", "--from", str(folder), "--context", "8192", "--json"))["longest_context"] == 8192
+    )
+
+
 def test_a_folder_whose_weights_are_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(CONFIGS["SmolLM2-135M"]))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from models.adapters import find_family_for_export
 from tests.support.messages import codes, refused
@@ -237,3 +238,24 @@ def test_a_newer_key_is_written_only_if_it_differs_from_its_default(path: str, u
 def test_a_recipe_can_have_each_fact_that_some_family_holds(name: str, class_name: str) -> None:
     """NoPE with QK-norm, an MLP without a gate, norms without weights, sinks, experts with biases."""
     assert find_family_for_export(recipe_with(**DESCRIBED[name]).model).class_name == class_name
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "data"),
+    [
+        ({"model__context": 64, "model__max_positions": 32}, "recipe.context_beyond_model", {"context": 64, "allowed": 32}),
+        ({"freeze": ["blocks.1-2"]}, "recipe.missing_layer", {}),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_recipe_cannot_ask_for_more_than_the_model_has(
+    tmp_path: Path, change: dict[str, Any], code: str, data: dict[str, Any]
+) -> None:
+    """A recipe in a checkpoint can, because earlier factories trained with such recipes."""
+    stored = recipe_with(**change)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(stored.model_dump(mode="json")))
+    with refused(code, RecipeError, file=str(file), **data):
+        Recipe.load(file)
+    longest = recipe_with(model__context=64, model__max_positions=64, freeze=["blocks.0-1"])
+    file.write_text(yaml.safe_dump(longest.model_dump(mode="json")))
+    assert Recipe.load(file) == longest

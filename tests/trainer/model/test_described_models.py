@@ -17,7 +17,7 @@ from models.adapters import FAMILIES, convert_to_native
 from models.spec import ModelSpec
 from models.tensors import list_tensor_shapes
 from tests.support.models.small_models import CASES, CONTEXT, Case, make_tokens
-from trainer.model.transformer import Decoder
+from trainer.model.transformer import Decoder, make_rope_tables
 
 LOGITS, GRADIENTS = 1e-5, 1e-4  # largest difference, as a share of the largest number
 KERNELS = {"general_attention": "blocks", "softcapped_cross_entropy": "chunked"}  # of a CPU before tuning
@@ -202,5 +202,12 @@ def test_facts_that_no_family_has_are_computed_as_their_formulas_say(changes: di
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
         tokens = torch.randint(64, (1, CONTEXT), generator=generator)
         found = decoder.logits(tokens, *pack())
+        by_block = decoder.embedding[tokens]
+        position_BT, document_BT = pack()
+        for block in decoder.blocks:
+            cos, sin = make_rope_tables(position_BT, spec, torch.float32)
+            by_block, _ = block(by_block, cos, sin, document_BT)
+        alone = decoder.ops.rms_norm(by_block, decoder.final_norm, spec.norm_eps) @ decoder.embedding.T
+    assert find_difference(alone, found) < LOGITS, "a block without prepared documents computes the same"
     for part, of_document in zip(tokens.split(LENGTHS, 1), found.split(LENGTHS, 1), strict=True):
         assert find_difference(of_document[0], compute_by_hand(decoder, part[0])) < LOGITS

@@ -17,11 +17,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kernels.contract.message import Message
+from models.adapters import find_family_for_export
 from models.spec import ACCEPTABLE, ExpertsSpec, ModelSpec
 from trainer.contract.errors import CheckpointError
 
 # Keys that set the length of a row and the training of experts. They do not change the weights' function at a position.
-OF_TRAINING = ("context", "max_positions", "family", "experts.bias_rate", "experts.z_loss", "experts.loss_weight")
+OF_TRAINING = ("context", "experts.bias_rate", "experts.z_loss", "experts.loss_weight")
+# Keys that change what an export says of the same weights (``find_export_changes``).
+OF_EXPORT = ("max_positions", "family")
 Changes = dict[str, tuple[Any, Any]]
 
 
@@ -34,8 +37,31 @@ def find_model_function_changes(before: Mapping[str, Any], after: ModelSpec | Ma
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in OF_TRAINING
+        if old.get(key) != new.get(key) and key not in (*OF_TRAINING, *OF_EXPORT)
     }
+
+
+def find_export_changes(before: Mapping[str, Any], after: ModelSpec) -> Changes:
+    """``{key below model: (before, after)}`` of what an export of the same weights would say otherwise: its family, and how many positions it allows.
+
+    A missing ``max_positions`` is ``context``. If both lack it, the number is nobody's wish, and follows the context without being a change.
+
+    >>> before = {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 64, "context": 32}
+    >>> [find_export_changes(before, ModelSpec.model_validate(before | more)) for more in ({"context": 16}, {"context": 16, "max_positions": 16})]
+    [{}, {'max_positions': (32, 16)}]
+    """
+    found: Changes = {}
+    if before.get("max_positions") or after.max_positions:
+        found["max_positions"] = (
+            before.get("max_positions") or before.get("context"),
+            after.max_positions or after.context,
+        )
+    if before.get("family") != after.family:
+        found["family"] = (
+            find_family_for_export(ModelSpec.model_validate(before)).name,
+            find_family_for_export(after).name,
+        )
+    return {key: (old, new) for key, (old, new) in found.items() if old != new}
 
 
 def find_unaccepted_changes(before: Mapping[str, Any], after: ModelSpec, accepted: Collection[str]) -> list[str]:

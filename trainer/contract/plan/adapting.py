@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.spec import ModelSpec
-from models.tensors import BUFFERS, is_multi_token, list_block_shapes, list_tensor_shapes, matches_pattern
+from models.tensors import (
+    BUFFERS,
+    find_missing_layer,
+    is_multi_token,
+    list_block_shapes,
+    list_tensor_shapes,
+    matches_pattern,
+)
 from trainer.contract.errors import RecipeError
 from trainer.contract.lora import list_adaptable_matrices
 
@@ -55,12 +62,20 @@ def freeze(model: ModelSpec, patterns: Sequence[str]) -> TrainedParts:
     them along.
 
     A pattern is a native tensor's name or its beginning (``embedding``, ``blocks.3``), a range of layers (``blocks.0-11``), or has wildcards
-    (``blocks.*.experts_*``). Raises: RecipeError if a pattern names nothing, or if nothing is left to train.
+    (``blocks.*.experts_*``). Raises: RecipeError if a pattern names nothing or a layer that the model lacks, or if nothing is left to train.
     """
     trained = {name: math.prod(shape) for name, shape in list_tensor_shapes(model).items() if not _is_buffer(name)}
     trained = {name: size for name, size in trained.items() if not is_multi_token(name)}
     for pattern in patterns:
         named = [name for name in list_tensor_shapes(model) if matches_pattern(name, pattern)]
+        if (layer := find_missing_layer(pattern, model.layers)) is not None:
+            raise RecipeError(
+                "plan.freezes_missing_layer",
+                "freeze: {pattern!r} names layer {layer}, but the last layer is {last}.",
+                pattern=pattern,
+                layer=layer,
+                last=model.layers - 1,
+            )
         if not named:
             raise RecipeError(
                 "plan.freezes_nothing",

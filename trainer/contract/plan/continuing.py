@@ -20,7 +20,7 @@ from trainer.contract.plan.sizing import GpuLayout, MemoryPart, estimate_memory_
 from trainer.contract.recipe import ParallelRecipe, Recipe
 
 MOST_ROWS = 32  # of a micro-batch: more rows of thousands of tokens make no product faster
-CONTEXTS = 128  # the longest context is a multiple of this
+CONTEXTS = 128  # the longest context is a multiple of this, or the most that is wanted
 ENDS = ("embedding", "head")
 
 
@@ -105,10 +105,10 @@ def find_fit(model: ModelSpec, way: TrainingWay, devices: Devices, longest: int,
             layout, rows = replace(layout, micro_sequences=rows), 2 * rows
     tightest = min(possible, key=lambda one: sum_bytes(estimate(one)))
     shortest = [one for one in possible if one.recompute == "block"]
-    low, high = 0, longest // CONTEXTS  # in units of CONTEXTS: low fits, high + 1 does not or is not wanted
+    low, high = 0, -(-longest // CONTEXTS)  # in units of CONTEXTS: low fits, high + 1 does not or is not wanted
     while low < high:
         middle = (low + high + 1) // 2
-        if any(fits(one, middle * CONTEXTS) for one in shortest):
+        if any(fits(one, min(middle * CONTEXTS, longest)) for one in shortest):
             low = middle
         else:
             high = middle - 1
@@ -118,7 +118,7 @@ def find_fit(model: ModelSpec, way: TrainingWay, devices: Devices, longest: int,
         keys = {
             "model": {"context": model.context}, "parallel": parallel, "batch": {"micro_sequences": layout.micro_sequences},
         } | dict(way.recipe)  # fmt: skip
-    return Fit(devices, way, layout, estimate(layout or tightest), low * CONTEXTS, keys)
+    return Fit(devices, way, layout, estimate(layout or tightest), min(low * CONTEXTS, longest), keys)
 
 
 def _list_tensor_degrees(model: ModelSpec, count: int) -> list[int]:

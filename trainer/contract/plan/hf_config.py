@@ -44,7 +44,7 @@ class PublicModel:
     """A public model: its description, and how it was read."""
 
     spec: ModelSpec
-    longest_context: int  # positions for which the model was made
+    longest_context: int  # positions for which the model was made, also if ``spec`` has more
     model_type: str
     family: Family | None  # None: no adapter knows model_type, so the sizes were read by key names
     config: dict[str, Any]
@@ -89,14 +89,14 @@ def read_public_model(config: dict[str, Any], where: str, context: int | None = 
         shape = _read_shape_by_key_names(merged, where, context)
         longest = merged.get("max_position_embeddings")
         longest = longest if isinstance(longest, int) else shape.context
-        return PublicModel(shape, max(longest, shape.context), kind, None, config)
+        return PublicModel(shape, longest, kind, None, config)
     try:
         spec = family.read_config(config, where)
     except ModelFilesError as error:
         raise RecipeError(error.message) from error
     rows = context or min(spec.context, USUAL_CONTEXT)
     described = spec.model_dump() | {"context": rows}
-    return PublicModel(parse(ModelSpec, described, where, RecipeError), max(spec.context, rows), kind, family, config)
+    return PublicModel(parse(ModelSpec, described, where, RecipeError), spec.context, kind, family, config)
 
 
 def _read_shape_by_key_names(config: dict[str, Any], where: str, context: int | None) -> ModelSpec:

@@ -14,7 +14,9 @@ from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.model_function_changes import (
+    OF_EXPORT,
     OF_TRAINING,
+    find_export_changes,
     find_model_function_changes,
     find_unaccepted_changes,
 )
@@ -39,9 +41,9 @@ SAME_SHAPES = [
 def test_the_check_compares_every_key_of_a_model() -> None:
     """A key that is later added to the schema is compared too, whatever it means."""
     keys = {*ModelSpec.model_fields, *(f"experts.{key}" for key in ExpertsSpec.model_fields)} - {"experts"}
-    assert set(OF_TRAINING) | set(ACCEPTABLE) < keys
+    assert {*OF_TRAINING, *OF_EXPORT, *ACCEPTABLE} < keys
     before = recipe_with(model__experts=EXPERTS).model.model_dump()
-    for key in sorted(keys - set(OF_TRAINING)):
+    for key in sorted(keys - {*OF_TRAINING, *OF_EXPORT}):
         other: dict[str, Any] = json.loads(json.dumps(before))
         *outer, last = key.split(".")
         (other[outer[0]] if outer else other)[last] = "other"
@@ -72,11 +74,11 @@ OTHER: dict[str, dict[str, Any]] = {
 HEADS = ("heads", "kv_heads", "head_dim")  # one alone changes shapes, all three together need not
 
 
-def test_each_key_of_a_model_is_of_training_or_changes_a_shape_or_can_be_accepted() -> None:
-    """A key that is later added to the schema has to be put into one of the three."""
+def test_each_key_of_a_model_is_of_training_or_export_or_changes_a_shape_or_can_be_accepted() -> None:
+    """A key that is later added to the schema has to be put into one of the four."""
     keys = {*ModelSpec.model_fields, *(f"experts.{key}" for key in ExpertsSpec.model_fields)} - {"experts"}
-    assert set(OTHER) | set(HEADS) | set(OF_TRAINING) == keys
-    assert not set(ACCEPTABLE) & set(OF_TRAINING)
+    assert {*OTHER, *HEADS, *OF_TRAINING, *OF_EXPORT} == keys
+    assert not set(ACCEPTABLE) & set(OF_TRAINING) and set(OF_EXPORT) < set(ACCEPTABLE)
     for key, change in OTHER.items():
         experts = EXPERTS | {"shared": 0}
         plain = {
@@ -88,6 +90,27 @@ def test_each_key_of_a_model_is_of_training_or_changes_a_shape_or_can_be_accepte
         assert (list_tensor_shapes(before) == list_tensor_shapes(after)) == (key in ACCEPTABLE), key
         if key not in ACCEPTABLE:
             assert key in find_unaccepted_changes(before.model_dump(), after, ACCEPTABLE), "no list can accept it"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ({}, {"context": 64}, {}),
+        ({}, {"context": 16, "max_positions": 32}, {}),
+        ({"max_positions": 64}, {"context": 64}, {}),
+        ({"max_positions": 64}, {"context": 16}, {"max_positions": (64, 16)}),
+        ({}, {"max_positions": 64}, {"max_positions": (32, 64)}),
+        ({}, {"family": "qwen3"}, {}),
+        ({"family": "qwen3"}, {}, {}),
+        ({"qk_norm": False}, {"qk_norm": False, "family": "mistral"}, {"family": ("llama", "mistral")}),
+    ],
+)
+def test_what_an_export_says_is_compared_as_it_would_be_written(
+    before: dict[str, Any], after: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    old, new = (recipe_with(**{f"model__{key}": value for key, value in one.items()}).model for one in (before, after))
+    assert find_export_changes(old.model_dump(), new) == changes
+    assert find_model_function_changes(old.model_dump(), new) == {}, "the weights compute the same"
 
 
 def test_a_key_that_an_older_checkpoint_lacks_has_its_default() -> None:

@@ -104,6 +104,8 @@ def test_no_gradient_reaches_the_layers_below_the_lowest_trained_one() -> None:
         (["embeddings"], "plan.freezes_nothing", {"pattern": "embeddings", "last": 31}),
         (["embedding", "head", "blocks", "final_norm"], "plan.all_frozen", {}),
         (["blocks.40"], "plan.freezes_nothing", {"pattern": "blocks.40"}),
+        (["blocks.2-32"], "plan.freezes_missing_layer", {"pattern": "blocks.2-32", "layer": 32, "last": 31}),
+        (["blocks.40-41.q"], "plan.freezes_missing_layer", {"pattern": "blocks.40-41.q", "layer": 41, "last": 31}),
     ],
 )
 def test_a_pattern_that_names_nothing_or_everything_is_refused(

@@ -71,12 +71,26 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(
     longest = found.longest_context
     assert longest <= public.longest_context
     assert longest == 0 or least(longest) <= devices.memory
-    assert longest + CONTEXTS > public.longest_context or least(longest + CONTEXTS) > devices.memory
+    longer = min(longest + CONTEXTS, public.longest_context)
+    assert longest == public.longest_context or least(longer) > devices.memory
     assert (found.layout is not None) == (longest >= public.spec.context)
     if found.layout is not None:
         assert sum_bytes(found.memory) <= devices.memory
         assert found.recipe["batch"]["micro_sequences"] == found.layout.micro_sequences
         assert found.recipe["parallel"] == {"tensor": found.layout.tensor, "recompute": found.layout.recompute}
+
+
+@pytest.mark.parametrize("positions", [8, 80, 127, 128, 99_999])
+def test_the_longest_context_of_a_model_that_fits_is_its_own_number(positions: int) -> None:
+    public = read_public_model(CONFIGS["SmolLM2-135M"] | {"max_position_embeddings": positions}, "config.json")
+    (full, *_) = list_training_ways(public.spec, 16)
+    assert find_fit(public.spec, full, Devices(ROOM, 1, 1000 * GB), public.longest_context).longest_context == positions
+
+
+def test_a_model_allows_its_own_positions_whatever_context_is_asked_for() -> None:
+    for config in ({}, {"model_type": "newer"}):
+        found = read_public_model(CONFIGS["SmolLM2-135M"] | {"max_position_embeddings": 80} | config, "x", 4096)
+        assert (found.longest_context, found.spec.context) == (80, 4096)
 
 
 def test_the_keys_of_a_fit_make_a_recipe_that_can_be_trained() -> None:
