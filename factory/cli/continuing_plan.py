@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ def plan_continuing(
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.weight_files import compare_weights, drop_absent_layers
 
+    source = Path(os.path.expanduser(source))
     with open_gguf_config(source) if is_gguf(source) else nullcontext(source) as folder:
         weights = source.parent if source.name == CONFIG else source
         public = drop_absent_layers(read_config(folder, context), weights)

@@ -107,7 +107,7 @@ def _say_that_data_are_missing(workspace: Workspace) -> None:
             Message(
                 "model_loop.little_data",
                 "Training waits for data: at least {tokens:,} more tokens are needed. Ingest more: 'factory ingest PATH'. To train on less, lower "
-                "schedule.anneal_steps or batch.sequences in {file}",
+                "schedule.anneal_steps, or batch.sequences with batch.micro_sequences, in {file}",
                 tokens=ahead["missing_tokens"], file=workspace.recipe_path(),
             )
         )  # fmt: skip

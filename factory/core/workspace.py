@@ -298,7 +298,7 @@ def _refuse_odd_name(root: Path) -> None:
 
 def _write_config(path: Path, config: WorkspaceConfig) -> None:
     lines = [f"{CONFIG_HEADING}\n"]
-    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
+    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value is False or value not in ("", 0)]
     path.write_text("".join(lines))
 
 

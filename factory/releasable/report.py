@@ -316,7 +316,15 @@ def _imported_licence(plant: Plant) -> Iterator[ReportLine]:
         "The licence of the imported model ({licence}) does not allow the release of a model that was trained from it.",
         licence=licence or NONE,
     )
-    if licence and PLAIN.fullmatch(licence):
+    if licence and not PLAIN.fullmatch(
+        licence
+    ):  # a file chose this name, so it must not be in a command that a person pastes
+        todo = Message(
+            "releasable.odd_imported_licence",
+            "If {licence!r} allows a release, list it under licences.known in data.yaml.",
+            licence=licence,
+        )
+    elif licence:
         todo = Message(
             "releasable.allow_imported",
             "If {licence} allows a release: 'factory config set data licences.known \"{{{licence}: {{train: true, release: true}}}}\"'",

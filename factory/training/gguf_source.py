@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from factory.ingest.tokenizing.fast_path import SPLIT_NAMES, name_split, spell_s
 from factory.sandbox.sandbox import SandboxLimits, run_in_sandbox
 from factory.training.import_source import Advance, ImportRefusedError, ImportSource, sign_file
 from kernels.contract.message import Message
+from models.adapters.config_reader import ModelFilesError
+from models.files.safetensors_file import refuse_lfs_pointer
 
 INSIDE = Path(__file__).with_name("inside_gguf.py")
 MAGIC = b"GGUF"
@@ -34,8 +37,9 @@ SECONDS_A_GB, BASE_SECONDS = 600.0, 300.0
 
 def is_gguf(place: Path) -> bool:
     """Return whether a model's place is a file whose name ends with .gguf. Raises: ImportRefusedError if nothing is there."""
-    if not place.expanduser().exists():
-        if HUB_NAME.fullmatch(str(place)) and not place.parent.exists():
+    there = Path(os.path.expanduser(place))  # Path's own raises for an unknown user
+    if not there.exists():
+        if HUB_NAME.fullmatch(str(place)) and not place.parent.exists() and place.suffix.lower() != ".gguf":
             raise ImportRefusedError(
                 "gguf_source.hub_name",
                 "--from: there is no folder {place}. If this is the name of a model on the Hugging Face Hub, download the model first: "
@@ -48,7 +52,7 @@ def is_gguf(place: Path) -> bool:
             "--from: {place} does not exist. Give the folder of a model with its config.json, or a .gguf file.",
             place=place,
         )
-    return place.suffix.lower() == ".gguf" and place.expanduser().is_file()
+    return place.suffix.lower() == ".gguf" and there.is_file()
 
 
 @contextmanager
@@ -105,6 +109,10 @@ def _refuse_other_file(place: Path) -> None:
             "gguf_source.no_library",
             "--from: reading .gguf files needs the package gguf. Install it: pip install 'gguf>=0.19'",
         )
+    try:
+        refuse_lfs_pointer(place)
+    except ModelFilesError as error:
+        raise ImportRefusedError("gguf_source.pointer", "--from: {problem}.", problem=error.message) from None
     with open(place, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ImportRefusedError("gguf_source.not_gguf", "--from: {file} is not a GGUF file.", file=place)

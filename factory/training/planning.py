@@ -111,8 +111,9 @@ def plan_trunk(plant: Plant, steps: int | None = None, changes: Sequence[str] = 
             )  # fmt: skip
         raise InputError(
             "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} for one step "
-            "and the {anneal:,|step|steps} of its anneal. Drop shards into the inbox. To train on less, lower schedule.anneal_steps or "
-            "batch.sequences in {file}.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
+            "and the {anneal:,|step|steps} of its anneal. Drop shards into the inbox. To train on less, lower schedule.anneal_steps, or "
+            "batch.sequences with batch.micro_sequences, in {file}.",
+            recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
             anneal=recipe.schedule.anneal_steps, file=plant.workspace.recipe_path(),
         )  # fmt: skip
     return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last), changes)
@@ -361,7 +362,12 @@ def _find_allowed_positions(db: SqlReader, parent: SegmentRow) -> tuple[int | No
     if written is not None:
         return int(written), True
     first = SegmentRow.read_lineage(db, parent.id)[0]
-    return (int(read_import_plan(db, first.id)["spec"]["context"]) if first.kind == IMPORT else None), False
+    if first.kind != IMPORT:
+        return None, False
+    trained = (parent.recipe_json.get("model") or {}).get(
+        "context", 0
+    )  # older factories took a longer one without a word
+    return max(int(read_import_plan(db, first.id)["spec"]["context"]), int(trained)), False
 
 
 def _accept_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -560,8 +566,8 @@ def refuse_changed_model(
         first, *later = SegmentRow.read_lineage(plant.ledger, parent.id)
         if parent.id == first.id and first.kind == IMPORT:
             raise ConfigError(
-                "training.imported_model_changed", "{recipe_file} describes another model than the imported one: {changes}. Undo the change. "
-                "{accept}", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
+                "training.imported_model_changed", "{recipe_file} describes another model than the imported one: {changes}. {accept}You can "
+                "undo the change.", recipe_file=workspace.recipe_path(), changes=differing, accept=accept,
             )  # fmt: skip
         if first.kind == IMPORT:
             raise ConfigError(

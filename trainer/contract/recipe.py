@@ -514,7 +514,7 @@ class Recipe(StrictSchema):
             raise RecipeError(
                 "recipe.context_beyond_model",
                 "{file}: model.context is {context:,}, but the model allows {allowed:,} positions (model.max_positions). Lower model.context. Or "
-                "raise model.max_positions, add model.rope_scaling if it is needed, and name each change: 'factory train --change max_positions'.",
+                "raise model.max_positions, add model.rope_scaling if it is needed, and list both keys under accept_changes.",
                 file=where, context=self.model.context, allowed=allowed,
             )  # fmt: skip
         for pattern in self.freeze:

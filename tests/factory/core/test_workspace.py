@@ -16,8 +16,8 @@ from tests.support.messages import refused
 
 
 def test_a_created_workspace_can_be_opened(tmp_path: Path) -> None:
-    made = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny"))
-    assert Workspace.open(tmp_path / "w") == made
+    made = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", find_rate=False))
+    assert Workspace.open(tmp_path / "w") == made and made.config.find_rate is False
     assert all((made.root / folder).is_dir() for folder in FOLDERS)
     assert Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="other")).config.recipe == "tiny", (
         "an existing workspace is never overwritten"

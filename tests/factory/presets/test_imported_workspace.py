@@ -48,6 +48,7 @@ from factory.training.gguf_source import open_gguf
 from factory.training.import_source import ImportRefusedError, ImportSource
 from factory.training.planning import find_trunk_parent, load_recipe, read_last_checkpoint, refuse_changed_model
 from factory.training.training import run_segment
+from kernels.contract.message import Message
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose
 from tests.support.killed_at import killed_at, lines_run
@@ -209,6 +210,23 @@ def test_a_licence_of_unlabelled_documents_says_nothing_about_the_model_and_the_
     (advised,) = re.findall(r"'factory ([^']*)'", str(todo))
     assert command_here(*shlex.split(advised), home=plant.workspace).exit_code == 0
     assert is_allowed() == (True, {})
+
+
+def test_a_gguf_file_that_is_a_pointer_of_git_lfs_is_refused(
+    make: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    write_lfs_pointer(file)
+    with refused("gguf_source.pointer"):
+        make(file)
+
+
+def test_an_odd_name_of_a_licence_is_not_replaced_by_an_example(own: Path, make: Callable[..., dict[str, Any]]) -> None:
+    (own / "README.md").write_text("---\nlicense: Somebody's Community Licence (2024)\n---\n")
+    plant = opened(Path(make(own)["workspace"]))
+    (todo,) = [line.todo for line in make_report(plant) if line.name == "imported model"]
+    assert isinstance(todo, Message) and todo.code == "releasable.odd_imported_licence"
 
 
 def test_an_imported_model_is_not_rewound(model: Path, make: Callable[..., dict[str, Any]]) -> None:
@@ -542,6 +560,8 @@ def test_a_model_is_never_told_to_train_a_tokenizer_of_its_own(
     [
         ("HuggingFaceTB/SmolLM2-135M", "gguf_source.hub_name", {"name": "SmolLM2-135M"}),
         ("nothere.gguf", "gguf_source.no_place", {"place": Path("nothere.gguf")}),
+        ("modles/llama.gguf", "gguf_source.no_place", {}),
+        ("~nobody-of-this-name/model", "gguf_source.no_place", {}),
         ("./models/nothere/at/all", "gguf_source.no_place", {}),
         ("there/nothere", "gguf_source.no_place", {}),
     ],

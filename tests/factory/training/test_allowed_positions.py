@@ -114,6 +114,20 @@ def test_an_older_import_with_an_unchanged_context_keeps_its_recipe_and_its_hash
     assert row.recipe_sha256 == recipe.model_copy(update={"precision": row.recipe_json["precision"]}).sha256
 
 
+def test_an_older_import_that_was_trained_beyond_its_model_goes_on(plant: Plant) -> None:
+    """Older factories took a longer context without a word, and their exports said it."""
+    forget_allowed_positions(plant)
+    first = train(plant)
+    longer = first.recipe_json["model"] | {"context": 2 * ALLOWED}
+    with plant.ledger.begin() as tx:
+        recipe = first.recipe_json | {"model": longer}
+        tx.execute(sa.update(segments).where(segments.c.id == first.id).values(recipe_json=recipe))
+    change_recipe(plant, context=2 * ALLOWED)
+    assert compare(plant) == []
+    change_recipe(plant, context=ALLOWED)
+    assert SegmentRow.get(plant.ledger, plan_trunk(plant, 2)).recipe_json["model"]["max_positions"] == 2 * ALLOWED
+
+
 def test_what_an_export_says_of_a_model_changes_only_by_name(plant: Plant) -> None:
     change_recipe(plant, context=160, max_positions=160, rope_scaling={"kind": "linear", "factor": 2.0})
     with refused("training.imported_model_changed") as found:
