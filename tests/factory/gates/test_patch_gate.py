@@ -117,8 +117,11 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     assert [stages[name]["state"] for name in ("scope", "static", "oracle")] == ["passed"] * 3, stages
     # Whether it is faster at this size, and whether it can be timed, is the machine's to say; that it computes the same
     # is not.
-    if "training" in stages:
-        training = stages["training"]
+    training = stages.get("training", {})
+    if training.get("out_of_time"):  # a busy machine
+        assert row["outcome"] == "hold", row["outcome"]
+    elif training:
+        assert "baseline_seconds" in training, training
         assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
         assert 0 < training["drift"] < training["control_drift"] / 2
         if training["state"] == "passed":
