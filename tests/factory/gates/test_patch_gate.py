@@ -118,8 +118,10 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     # Whether it is faster at this size, and whether it can be timed, is the machine's to say; that it computes the same
     # is not.
     training = stages.get("training", {})
-    if training.get("out_of_time"):  # a busy machine
-        assert row["outcome"] == "hold", row["outcome"]
+    if (
+        training.get("state") == "missing" and "baseline_seconds" not in training
+    ):  # a session was stopped on a busy machine
+        assert row["outcome"] == "hold", stages
     elif training:
         assert "baseline_seconds" in training, training
         assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
