@@ -118,10 +118,8 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     # Whether it is faster at this size, and whether it can be timed, is the machine's to say; that it computes the same
     # is not.
     training = stages.get("training", {})
-    if (
-        training.get("state") == "missing" and "baseline_seconds" not in training
-    ):  # a session was stopped on a busy machine
-        assert row["outcome"] == "hold", stages
+    if training.get("out_of_time"):  # a limit stopped a session on a busy machine
+        assert training["state"] == "missing" and row["outcome"] == "hold", training
     elif training:
         assert "baseline_seconds" in training, training
         assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
