@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -118,12 +117,12 @@ def plan_continuing(
 
     Raises: InputError for a context that the model does not allow; TrainerError or ImportRefusedError.
     """
-    from factory.training.gguf_source import is_gguf, open_gguf_config
+    from factory.training.gguf_source import find_place, is_gguf, open_gguf_config
     from trainer.contract.plan.continuing import find_fit, list_training_ways
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.weight_files import compare_weights, drop_absent_layers
 
-    source = Path(os.path.expanduser(source))
+    source = find_place(source)
     with open_gguf_config(source) if is_gguf(source) else nullcontext(source) as folder:
         weights = source.parent if source.name == CONFIG else source
         public = drop_absent_layers(read_config(folder, context), weights)

@@ -36,7 +36,12 @@ SECONDS_A_GB, BASE_SECONDS = 600.0, 300.0
 
 
 def is_gguf(place: Path) -> bool:
-    """Return whether a model's place is a file whose name ends with .gguf. Raises: ImportRefusedError if nothing is there."""
+    """Return whether a model's place is a file whose name ends with .gguf."""
+    return place.suffix.lower() == ".gguf" and place.is_file()
+
+
+def find_place(place: Path) -> Path:
+    """Return the path of a model's folder or file, with ~ expanded. Raises: ImportRefusedError if nothing is there."""
     there = Path(os.path.expanduser(place))  # Path's own raises for an unknown user
     if not there.exists():
         if HUB_NAME.fullmatch(str(place)) and not place.parent.exists() and place.suffix.lower() != ".gguf":
@@ -52,7 +57,7 @@ def is_gguf(place: Path) -> bool:
             "--from: {place} does not exist. Give the folder of a model with its config.json, or a .gguf file.",
             place=place,
         )
-    return place.suffix.lower() == ".gguf" and there.is_file()
+    return there
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from factory.ledger.imported_model import ImportedLicence, find_import, read_imp
 from factory.ledger.ledger import Ledger, data_plans
 from factory.ledger.plant import Plant
 from factory.ledger.rows import IMPORT, SegmentRow
-from factory.training.gguf_source import is_gguf, open_gguf
+from factory.training.gguf_source import find_place, is_gguf, open_gguf
 from factory.training.import_source import Advance, ImportRefusedError, ImportSource
 from factory.training.planning import insert_planned_segment, load_recipe, read_last_checkpoint
 from factory.training.segment_folder import claim_segment_folder, record_segment_done
@@ -48,6 +48,7 @@ BYTES = 4  # of a weight in a checkpoint
 @contextmanager
 def open_import_source(place: Path, advance: Advance = lambda share, note: None) -> Iterator[ImportSource]:
     """Read and check the model at ``place``, a folder or a .gguf file. Temporary files exist during the block. Raises: ImportRefusedError."""
+    place = find_place(place)
     if is_gguf(place):
         with open_gguf(place, advance) as source:
             yield source

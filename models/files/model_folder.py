@@ -240,9 +240,8 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         )
     found: dict[str, StoredTensor] = {}
     names = sorted(set(weight_map.values()))
-    for name in (
-        names
-    ):  # all of them first: a wrong name also makes the tensors of the other files appear to be in the wrong place
+    # All of them first: a wrong name also makes the tensors of the other files appear to be in the wrong place.
+    for name in names:
         if not find_inside(folder, name).is_file():
             raise ModelFilesError(
                 "models.missing_shard",

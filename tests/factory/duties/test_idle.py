@@ -40,12 +40,19 @@ def ingest(workspace: Workspace, ledger: Ledger, first: int, count: int) -> None
     ingest_shard(Plant(workspace, ledger), path)
 
 
-def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path) -> None:
+@pytest.fixture
+def waiting(tmp_path: Path, code_repository: Path) -> tuple[Workspace, Ledger]:
+    """A workspace with too few documents to train on."""
     workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="demo", repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
     use_small_vocabulary(workspace)
     write_key(workspace, "recipe", "model.vocab_size", "400")
     ingest(workspace, ledger, 0, 20)
+    return workspace, ledger
+
+
+def test_an_idle_pass_opens_no_token_shard(waiting: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = waiting
     watching[:] = [workspace.shards]
     try:
         assert run_duty_pass(Plant(workspace, ledger), endless=True) == 0
@@ -68,12 +75,8 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
         watching.clear()
 
 
-def test_a_run_that_can_train_nothing_says_how_many_tokens_are_missing(tmp_path: Path, code_repository: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="demo", repository=str(code_repository)))
-    ledger = Ledger.create(workspace.ledger_url)
-    use_small_vocabulary(workspace)
-    write_key(workspace, "recipe", "model.vocab_size", "400")
-    ingest(workspace, ledger, 0, 20)
+def test_a_run_that_can_train_nothing_says_how_many_tokens_are_missing(waiting: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = waiting
     ledger.engine.dispose()
     done = command_here("run", "--once", home=workspace)
     missing = read_status_facts(workspace)["data_ahead"]["missing_tokens"]
