@@ -42,6 +42,8 @@ def freeze(init_pid: int, seconds: float = 10.0) -> FrozenSandbox:
     """
     deadline = time.monotonic() + seconds
     group = find_freezer(init_pid)
+    if group is not None and not _holds_tree(group, init_pid):
+        group = None  # a process came into the sandbox from outside
     before: dict[int, int] | None = None
     if group is not None:
         (group / FREEZE).write_text("1")
@@ -74,6 +76,12 @@ def thaw(frozen: FrozenSandbox) -> float:
     if frozen.clocks.keys() - clocks.keys():
         return math.inf
     return sum(clock - frozen.clocks.get(thread, 0) for thread, clock in clocks.items()) / 1e9
+
+
+def _holds_tree(group: Path, init: int) -> bool:
+    """Return whether all processes of the sandbox are in a control group. None can leave it from inside."""
+    members = set(map(int, (group / "cgroup.procs").read_text().split()))
+    return members >= set(_list_tree(init))
 
 
 def _is_frozen(group: Path) -> bool:
