@@ -14,6 +14,7 @@ import torch
 
 from factory.core import devices
 from factory.core.progress import SILENT
+from factory.gates.holds import find_only_missing_stage, was_held_by_time_limit_only
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.stages import training as patch_training
@@ -22,11 +23,9 @@ from factory.gates.patch.timed_session import PatchSession, TimedRun
 from factory.gates.stage_interface import make_failed_evidence, make_missing_evidence, make_not_needed_evidence
 from factory.gates.time_limits import (
     TimeLimits,
-    find_only_missing_stage,
     make_out_of_time_evidence,
     make_stopped_message,
     run_attempts_with_limits,
-    was_held_by_time_limit_only,
 )
 from factory.gates.training_start import TrainingStart
 from factory.ledger.ledger import Ledger
