@@ -158,7 +158,8 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     outcome, *said = format_verdict_lines(
         (row.outcome or row.state).upper() + settled,
         row.reasons or [],
-        row.report or f"factory proposals show {number} --json",
+        number,
+        row.report,
     )
     print(f"  verdict     {outcome}")
     for line in said:

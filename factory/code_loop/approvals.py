@@ -166,9 +166,9 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
 def _state(row: ProposalRow) -> str:
     if row.state == "failed":
         return Message("code_loop.failed", "marked as failed and was never judged")
-    return {"drafted": "being judged", "written": "not judged yet", MERGED_WITH: "merged as a part of a sum"}.get(
-        row.state
-    ) or str(row.state)
+    if row.state == MERGED_WITH:
+        return Message("code_loop.merged_with_sum", "merged as a part of a sum")
+    return {"drafted": "being judged", "written": "not judged yet"}.get(row.state) or str(row.state)
 
 
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:

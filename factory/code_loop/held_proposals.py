@@ -139,7 +139,7 @@ def list_held_patches(db: SqlReader, rules: JudgingAgainRules) -> list[HeldPatch
         family = [rows[number] for number in descents.list_family(descents.find_root(row.number)) if number in rows]
         if any(one.number > row.number and one.verdict for one in family):
             continue  # killed before the older proposal was marked as superseded
-        if any(is_patch_decided(descents, rows, part) for part in descents.list_parts(row.number)):
+        if any(_is_patch_decided(descents, rows, part) for part in descents.list_parts(row.number)):
             continue
         evidence = row.read_evidence(db)
         cause = find_hold_cause(evidence, row.reasons or [])
@@ -166,16 +166,21 @@ def list_held_patches(db: SqlReader, rules: JudgingAgainRules) -> list[HeldPatch
 
 
 def _list_undecided_sums(descents: ProposalDescents, rows: Mapping[int, ProposalRow]) -> dict[int, int]:
-    """Return the root of each part of a sum that is being judged, or that was promoted and waits for its merge → the newest such sum."""
+    """Return the root of each part of a sum that is being judged, or that was promoted and waits for its merge → the newest such sum.
+
+    A sum of which a part was decided can no longer be merged, so its other parts do not wait for it.
+    """
     found: dict[int, int] = {}
     for first, parts in sorted(descents.list_sums().items()):
+        if any(_is_patch_decided(descents, rows, part) for part in parts):
+            continue
         for row in (rows[number] for number in descents.list_family(first) if number in rows):
             if row.state in ("drafted", "written") or (row.state == "judged" and row.outcome == "promote"):
                 found |= dict.fromkeys(parts, row.number)
     return found
 
 
-def is_patch_decided(descents: ProposalDescents, rows: Mapping[int, ProposalRow], root: int) -> bool:
+def _is_patch_decided(descents: ProposalDescents, rows: Mapping[int, ProposalRow], root: int) -> bool:
     """Whether a proposal of this family was approved, merged with a sum, rejected by a person, or reverted."""
     decided = ("approved", MERGED_WITH, "rejected", "reverted")
     return any(rows[number].state in decided for number in descents.list_family(root) if number in rows)

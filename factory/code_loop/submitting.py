@@ -20,7 +20,6 @@ from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import find_fault_in
 from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
-from factory.gates.holds import was_held_by_noise_only
 from factory.gates.patch.stages.gate import make_patch_gate
 from factory.gates.recipe.gate import count_tries_of_same_keys, is_recipe_patch, make_recipe_gate
 from factory.gates.release.judge import HOLD, REJECT, Verdict
@@ -187,9 +186,9 @@ def compute_tries(ledger: Ledger, number: int, target: str, patch_id: str) -> in
     """Return the number of tries among which the judge divides the confidence for a proposal (``number``) that it is about to judge.
 
     Each verdict on the same target, or on the same edits under another target, is one try. A sum has the targets of its parts, and counts as the one
-    of them that was tried most. The number doubles with each time that noise held the same patch: a repeat is taken because the result before it
-    was near the limit. The k-th judgement of one patch then errs with at most 1 / (k · 2^(k−1)) of the allowed error, and all its judgements
-    together, however many, with at most Σ 1 / (k · 2^(k−1)) = 2 ln 2 ≈ 1.39 times the allowed error.
+    of them that was tried most. The number doubles with each time that the same patch was held, whatever held it: code may stall when its time looks
+    bad. The k-th judgement of one patch then errs with at most 1 / (k · 2^(k−1)) of the allowed error, and all its judgements together, however many,
+    with at most Σ 1 / (k · 2^(k−1)) = 2 ln 2 ≈ 1.39 times the allowed error (the union bound).
     """
     descents = ProposalDescents(ledger)
     judged = list_judged_proposals(ledger)
@@ -200,12 +199,8 @@ def compute_tries(ledger: Ledger, number: int, target: str, patch_id: str) -> in
     earlier = [(list_targets(row.number), known) for row, known in judged]
     tries = max(sum(own in targets or known == patch_id for targets, known in earlier) for own in list_targets(number))
     family = set(descents.list_family(descents.find_root(number)))
-    by_noise = sum(
-        row.outcome == HOLD and was_held_by_noise_only(row.read_evidence(ledger), row.reasons or [])
-        for row, _ in judged
-        if row.number in family
-    )
-    return (1 + tries) * 2**by_noise
+    held = sum(row.outcome == HOLD for row, _ in judged if row.number in family)
+    return (1 + tries) * 2**held
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:

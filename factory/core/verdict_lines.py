@@ -13,15 +13,15 @@ WIDTH = 110  # characters of a line; indents come on top
 LONGEST_REASON = 1000  # characters
 
 
-def format_verdict_lines(outcome: str, reasons: Sequence[str], report: str = "the report") -> list[str]:
-    """Return a verdict as at most ``MOST_LINES`` lines: first the outcome, then the reasons in their order, the most important first.
+def format_verdict_lines(outcome: str, reasons: Sequence[str], proposal: int, report: str | None = None) -> list[str]:
+    """Return the verdict on a proposal as at most ``MOST_LINES`` lines: first the outcome, then the reasons in their order, the most important first.
 
-    A long reason is wrapped. What does not fit is left out, and the last line names ``report``, where it is. A reason may quote a patch, so it is
-    made harmless (``fold_to_one_line``).
+    A long reason is wrapped. What does not fit is left out, and the last line says where it is: in ``report``, or in the output of a command if no
+    report was written yet. A reason may quote a patch, so it is made harmless (``fold_to_one_line``).
 
-    >>> format_verdict_lines("HOLD", ["The machine was busy."])
+    >>> format_verdict_lines("HOLD", ["The machine was busy."], 3)
     ['HOLD', 'The machine was busy.']
-    >>> len(format_verdict_lines("HOLD", [f"reason {number}" for number in range(9)]))
+    >>> len(format_verdict_lines("HOLD", [f"reason {number}" for number in range(9)], 3))
     5
     """
     texts = [
@@ -31,5 +31,6 @@ def format_verdict_lines(outcome: str, reasons: Sequence[str], report: str = "th
     ]
     if len(texts) < MOST_LINES:
         return [outcome, *texts]
-    more = Message("verdict_lines.more", "… all reasons and numbers: {report}", report=report)
+    by_command = Message("verdict_lines.command", "factory proposals show {proposal} --json", proposal=proposal)
+    more = Message("verdict_lines.more", "… all reasons and numbers: {report}", report=report or by_command)
     return [outcome, *texts[: MOST_LINES - 2], more]

@@ -180,8 +180,8 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
         )
         lines.append(f"      hypothesis: {proposal['hypothesis']}")
         outcome = (proposal["outcome"] or proposal["state"]).upper()
-        report = proposal["report"] or f"factory proposals show {proposal['number']}"
-        lines += [f"      {line}" for line in format_verdict_lines(outcome, proposal["reasons"] or [], report)]
+        verdict = format_verdict_lines(outcome, proposal["reasons"] or [], proposal["number"], proposal["report"])
+        lines += [f"      {line}" for line in verdict]
     return lines if facts["proposals"] else [*lines, "    nothing"]
 
 

@@ -227,9 +227,7 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
         return ("verdict", "approval"), waiting, text
     reasons: list[str] = verdict.reasons
     if verdict.gate != "release" and name.startswith("proposal "):
-        _, *reasons = format_verdict_lines(
-            verdict.outcome, reasons, f"factory proposals show {verdict.subject_number} --json"
-        )
+        _, *reasons = format_verdict_lines(verdict.outcome, reasons, verdict.subject_number)
         approval = PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml")).approval
         if verdict.outcome == "promote" and approval == "manual":
             text = "\n".join([f"factory proposals approve {verdict.subject_number}", *reasons])

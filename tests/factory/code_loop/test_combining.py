@@ -138,7 +138,9 @@ def test_a_sum_of_which_a_part_was_decided_is_neither_judged_again_nor_merged(
 ) -> None:
     given_verdict(monkeypatch, "promote")
     assert combine_proposals(plant, [1, 2]) == 4
+    assert [one.in_sum for one in list_held_patches(plant.ledger, RULES)] == [4, 4, None]
     approvals.reject_judged_proposal(plant.ledger, 1, "ada")
+    assert [(one.row.number, one.in_sum) for one in list_held_patches(plant.ledger, RULES)] == [(2, None), (3, None)]
     with refused("code_loop.part_rejected", InputError, proposal=4, part=1):
         plant.approve(4)
     with plant.ledger.begin() as tx:

@@ -296,10 +296,10 @@ def test_the_judgements_of_one_patch_share_the_confidence(tmp_path: Path, monkey
     assert tries == [k * 2 ** (k - 1) for k in (2, 3, 4, 5, 6)]  # the first judgement had 1
     assert 1 + sum(1 / one for one in tries) < 2 * math.log(2)
     other = PatchPlant(made_folder(tmp_path, "other"))
-    held(other, LATE)  # measured nothing, so it was not repeated for its result
+    held(other, LATE)
     with other.ledger.begin() as tx:
         record_event(tx, "drafted", Subject("proposal", 100), {"patch_id": "p", "again_of": 1})
-    assert compute_tries(other.ledger, 100, "kernel:ops", "p") == 2
+    assert compute_tries(other.ledger, 100, "kernel:ops", "p") == 4  # code may stall when its time looks bad
     assert compute_tries(other.ledger, 101, "kernel:other", "p") == 2  # the same edits under another target
     assert compute_tries(other.ledger, 101, "kernel:other", "q") == 1
 
