@@ -292,7 +292,8 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' (→ 'written': it waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': it waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded' |
+    # 'merged-with' (a sum that contains it was merged); 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),

@@ -131,9 +131,13 @@ class PatchPolicy(StrictPolicy):
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
     judge_again: Annotated[int, Field(ge=0)] = 2
-    """How often the daemon judges a patch again that was held only by a time limit, a missing device or noise."""
+    """How often the daemon judges a patch again that was held only by noise, a time limit or a missing device. Failed judgements count."""
     judge_again_after_seconds: Seconds = 3600.0
-    """Seconds that the daemon waits before each of these times. The wait ends early if the missing device has appeared."""
+    """Seconds that the daemon waits before the first of these times. Each further wait is four times as long. A missing device that appears ends
+    the wait."""
+    quiet_load: Annotated[float, Field(gt=0)] = 0.25
+    """The daemon judges held patches again only while the load average of the last minute, per core, is below this, or in the hours of
+    ``improve.night`` in agents.yaml."""
     approval: Literal["manual", "automatic"] = "manual"
     """manual: a person approves a promoted patch before it is merged. The approval is for the hash of the judged patch."""
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from factory.gates.holds import find_only_missing_stage, was_held_by_time_limit_only
 from factory.gates.stage_interface import make_failed_evidence, make_missing_evidence, make_not_needed_evidence
 from factory.gates.time_limits import (
     TimeLimits,
-    find_only_missing_stage,
     make_out_of_time_evidence,
     make_stopped_message,
     run_attempts_with_limits,
-    was_held_by_time_limit_only,
 )
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
