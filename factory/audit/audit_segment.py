@@ -32,6 +32,7 @@ from factory.gates.patch.checkpoint_difference import (
     find_checkpoint_difference,
 )
 from factory.git import repository
+from factory.git.undo import make_revert_commit
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
@@ -258,7 +259,7 @@ def gather_audit_evidence(
         FactoryError,
         TrainerError,
         OSError,
-    ) as error:  # no sandbox, or files that people changed since
+    ) as error:  # no sandbox, or lines that people changed since
         if isinstance(error, repository.CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise  # a fault of the machine, such as a full disk: the audit is made afterwards
         return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
@@ -315,11 +316,11 @@ def _suspect(
 
 
 def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) -> str:
-    """Return a commit without these patches; the newest is undone first. Raises: RepositoryError if people changed the same files since."""
+    """Return a commit without these patches; the newest is undone first. Raises: RepositoryError if people changed the same lines since."""
     for patch in reversed(patches):
         message = f"without proposal {patch.number}"
-        commit = repository.make_revert_commit(
-            workspace.repository, commit, patch.base_commit, patch.patch_commit, message
+        commit = make_revert_commit(
+            workspace.repository, commit, patch.base_commit, patch.patch_commit, message, drop_edited_new_files=True
         )
     return commit
 

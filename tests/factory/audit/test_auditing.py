@@ -136,6 +136,8 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
     site.merge(2, RUN, STEP, DOUBLED)
+    future = "from __future__ import annotations\n"
+    commit_edit(site.target, RUN, future, f"{future}# edited by a person since\n")  # the undo keeps other lines
     segment = site.trained()
     workspace, ledger = site.workspace, site.ledger
     assert next_due(Plant(workspace, ledger)) != f"audit {segment}"  # an anneal comes first
@@ -153,7 +155,8 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
     commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
     assert merge_promoted_proposal(Plant(workspace, ledger), opened, "ada")
-    assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
+    text = (site.target / RUN).read_text()
+    assert "2.0 if" not in text and "an honest remark" in text and "edited by a person since" in text
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
     verdict = site.audited(segment)
