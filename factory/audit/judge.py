@@ -27,7 +27,7 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
         hidden = Message(
             "audit.hidden_by_rounding",
             "These {steps} steps show too little. Rounding alone makes a distance of {rounding:.2g} of the way that the weights moved, "
-            "and a wrong step could hide in it. No later try changes this. Shorter windows have less rounding: lower checkpoint_every in the recipe.",
+            "and wrong steps could hide in it. No later try changes this. Shorter windows have less rounding: lower checkpoint_every in the recipe.",
             steps=evidence["steps"], rounding=_rounding(evidence),
         )  # fmt: skip
         return Verdict(HOLD, (hidden,))
@@ -106,10 +106,10 @@ def compute_allowed_distance(policy: AuditPolicy, evidence: Mapping[str, Any]) -
 
 
 def is_hidden_by_rounding(policy: AuditPolicy, evidence: Mapping[str, Any]) -> bool:
-    """Return whether rounding alone explains a distance of a large part of a step, so that agreement of the weights shows little."""
+    """Return whether rounding alone allows a distance of a large part of the way, so that agreement of the weights shows little."""
     if evidence.get("same_bits") or not evidence.get("rounding"):
         return False
-    return compute_allowed_distance(policy, evidence) > policy.most / max(1, evidence["steps"])
+    return compute_allowed_distance(policy, evidence) > policy.most
 
 
 def _rounding(evidence: Mapping[str, Any]) -> float:

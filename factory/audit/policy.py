@@ -25,8 +25,8 @@ class AuditPolicy(StrictPolicy):
     whose weights begin one rounding error off."""
     least: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """This distance from the replay's weights is always allowed. It is a share of an average step of the window."""
-    most: Annotated[float, Field(gt=0)] = 0.5
-    """If rounding explains a larger distance than this share of an average step, the window shows too little, and the audit gives 'hold'."""
+    most: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """If rounding allows more than this share of the way that the weights moved, the window shows too little, and the audit gives 'hold'."""
     lines: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share by which a loss or a gradient's norm in metrics.jsonl may differ from the replay's."""
     wall_seconds: Seconds = 3600.0

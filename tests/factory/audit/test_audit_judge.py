@@ -50,11 +50,9 @@ SAME = {"same_bits": True, "drift": 0.0}
         ({"drift": 5e-4, "rounding": [ROUNDED, ROUNDED | {"drift": 2e-4}], "again": SAME}, "promote"),
         ({"drift": 4e-6, "rounding": [ROUNDED | {"drift": 0.0}]}, "promote"),  # less than a ten-thousandth of a step
         ({"drift": 6e-6, "rounding": [ROUNDED | {"drift": 0.0}], "again": SAME}, "reject"),
-        (
-            {"drift": 0.01, "rounding": [ROUNDED | {"drift": 0.01}], "again": SAME},
-            "hold",
-        ),  # half a step hides in rounding
-        ({"drift": 0.05, "rounding": [ROUNDED | {"drift": 0.01}], "again": SAME}, "reject"),
+        ({"drift": 0.05, "rounding": [ROUNDED | {"drift": 0.02}], "again": SAME}, "promote"),
+        ({"drift": 0.05, "rounding": [ROUNDED | {"drift": 0.07}], "again": SAME}, "hold"),  # too much hides in rounding
+        ({"drift": 0.30, "rounding": [ROUNDED | {"drift": 0.07}], "again": SAME}, "reject"),
         ({"moments": {"exp_avg": 5e-5}, "again": SAME}, "reject"),
         ({"moments": {"exp_avg_sq": 2e-6}, "again": SAME}, "reject"),
         ({"moments": {"exp_avg": float("nan")}, "again": SAME}, "reject"),
