@@ -23,6 +23,7 @@ from factory.core.errors import InputError
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_training_start
 from factory.git import repository
+from factory.git.undo import make_revert_commit
 from factory.ledger.ledger import Ledger, proposals, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject
@@ -82,7 +83,7 @@ def reject_judged_proposal(ledger: Ledger, number: int, by: str, why: str = "") 
 def revert_approved_proposal(plant: Plant, number: int, by: str, why: str = "") -> str:
     """Undo an approved proposal by a new commit, and return that commit. No gate judges it, because the old code was live before.
 
-    Raises: InputError if the proposal is not approved; RepositoryError if the same files changed since, or have uncommitted changes.
+    Raises: InputError if the proposal is not approved; RepositoryError if the same lines changed since, or the files have uncommitted changes.
     """
     row = ProposalRow.get(plant.ledger, number)
     if row.state != "approved":
@@ -103,7 +104,7 @@ def revert_approved_proposal(plant: Plant, number: int, by: str, why: str = "") 
         reason=reason,
         commit=row.patch_commit,
     )
-    undone = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
+    undone = make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     _record_decision(plant.ledger, "proposal_reverted", row, by, why)
     repository.advance_branch(code, live, undone)
     _become(plant.ledger, row, "reverted")

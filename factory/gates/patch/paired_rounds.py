@@ -298,7 +298,7 @@ class PairedRounds:
     def explain_end(self, side: str, error: SessionEndedError) -> Exception:
         """Return the error that a session's end means for the measurement."""
         if error.not_still:
-            return EndedEarlyError(make_missing_evidence(error.why, **self._weights()))
+            return EndedEarlyError(make_missing_evidence(error.why, undecided=True, **self._weights()))
         if error.out_of_time and side == BASELINE:
             limit = self.policy.wall_seconds
             return EndedEarlyError(
