@@ -20,6 +20,7 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
+from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox.filesystem_view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
 from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
@@ -31,6 +32,7 @@ PASSED_PREFIXES = (
     "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
 )  # fmt: skip
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
+MOST_TASKS = 32_768
 NOTHING = [sys.executable, "-I", "-S", "-c", ""]
 
 
@@ -168,6 +170,7 @@ def start_in_sandbox(
         status = opening.copy_status_pipe()
         events = StatusPipe(status.fileno())
         process: subprocess.Popen[bytes] | None = None
+        groups = links.enter_context(sandbox_cgroup.make_control_groups(MOST_TASKS))
         try:
             process = subprocess.Popen(
                 arguments,
@@ -180,6 +183,8 @@ def start_in_sandbox(
             )
             opening.close_inherited()
             init = events.wait_for_child()
+            if init is not None:
+                sandbox_cgroup.move_sandbox_into_groups(groups, init)
             opening.start_command()
         except BaseException:
             opening.close_inherited()

@@ -151,7 +151,7 @@ def run_in_sandbox(
         )
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
-        with sandbox_cgroup.make_limited_control_group(limits.processes * TASKS) as group:
+        with sandbox_cgroup.make_control_groups(limits.processes * TASKS) as groups:
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
@@ -166,8 +166,8 @@ def run_in_sandbox(
                 opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
                 child = events.wait_for_child()  # known before the command starts; None if bubblewrap failed
-                if group is not None and child is not None:
-                    sandbox_cgroup.move_sandbox_into_group(group, child)
+                if child is not None:
+                    sandbox_cgroup.move_sandbox_into_groups(groups, child)
                 if begun is not None and child is not None:
                     begun(child)
                 opening.start_command()
@@ -370,8 +370,8 @@ def describe_sandbox() -> dict[str, str]:
 
 
 def _task_limit() -> Message:
-    with sandbox_cgroup.make_limited_control_group(1) as group:
-        if group is not None:
+    with sandbox_cgroup.make_control_groups(1) as groups:
+        if sandbox_cgroup.TASKS in groups.files:
             return Message("sandbox.control_group", "a control group limits the number of processes and threads")
     if os.geteuid() == 0:
         return Message(
