@@ -24,6 +24,7 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox.filesystem_view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
 from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.set_id_bits import remove_set_id_bits
 from trainer.contract import stopping
 
 # Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.
@@ -170,6 +171,9 @@ def start_in_sandbox(
         status = opening.copy_status_pipe()
         events = StatusPipe(status.fileno())
         process: subprocess.Popen[bytes] | None = None
+        for folder in folders:
+            remove_set_id_bits(folder)  # left by a factory that was killed with its sandbox
+            links.callback(remove_set_id_bits, folder)
         groups = links.enter_context(sandbox_cgroup.make_control_groups(MOST_TASKS))
         try:
             process = subprocess.Popen(

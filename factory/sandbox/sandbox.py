@@ -39,6 +39,7 @@ from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.filesystem_view import LAUNCHER_INSIDE, list_writable_system_paths, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
 from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.set_id_bits import remove_set_id_bits
 from factory.sandbox.usage import measure_deleted_files, measure_folder, measure_free_disk_bytes, read_process_tree
 from kernels.contract.message import Message
 
@@ -183,6 +184,7 @@ def run_in_sandbox(
                 for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
                     tail.close()
+                remove_set_id_bits(output)
     code = next((event["exit-code"] for event in written if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
