@@ -11,7 +11,7 @@ from pathlib import Path
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, make_tool_name
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
-from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
+from factory.gates.patch.matrix.unexecuted_code import find_changed_lines, find_unexecuted_parts
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
 
@@ -74,7 +74,9 @@ def judge(
     cases = [case for case in prepared.cases if names is None or case.name in names]
     tools = [tool for tool in prepared.tools if names is None or make_tool_name(tool) in names]
     folder = prepared.work / f"candidate-{len(list(prepared.work.glob('candidate-*')))}"
-    side = replace(prepared.side, code=code, folder=folder, instructions=[path] if path else [])
+    base, text = ((top / path).read_text() if path else "" for top in (ROOT, code))
+    watched = {path: sorted(find_changed_lines(base, text))} if path else {}
+    side = replace(prepared.side, code=code, folder=folder, watched=watched)
     if chosen is not None:
         kernels = folder.with_suffix(".yaml")
         kernels.write_text(chosen)
@@ -85,7 +87,7 @@ def judge(
     compared = compare_runs(prepared.plan, prepared.baseline, runs, cases, tools)
     left_out = []
     if path is not None:
-        left_out = find_unexecuted_parts(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
+        left_out = find_unexecuted_parts(path, base, text, runs.executed)
     beyond, undecided = [one.worst for one in compared if one.worst is not None], []
     if chosen is not None or (path or "").startswith("kernels/"):
         twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.matrix.cases import (
     BASE,
     CASES,
@@ -89,8 +89,8 @@ class MatrixSide:
     """The baseline or the candidate: its worktree, the paths of its kernels.yaml files ('reference' and 'chosen'), and the folder for its runs.
 
     wall_seconds: the time limit of each sandboxed process. after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels
-    that approved code built; each process gets a copy. instructions: files of the worktree whose instructions are recorded. disturbed: the seed of
-    the perturbation that puts every op's results some roundings off; 0: no perturbation.
+    that approved code built; each process gets a copy. watched: path in the worktree → lines whose execution is recorded. disturbed: the seed of the
+    perturbation that puts every op's results some roundings off; 0: no perturbation.
     """
 
     code: Path
@@ -99,7 +99,7 @@ class MatrixSide:
     wall_seconds: float
     after: ExitStack
     compiled: Path | None = None
-    instructions: Sequence[str] = ()
+    watched: Mapping[str, Sequence[int]] = field(default_factory=dict)
     disturbed: int = 0
 
 
@@ -261,7 +261,7 @@ def _run_lane(
     wanted = {case.name: case.exit_code for case in cases} | {make_tool_name(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
-    asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
+    asked = {"folders": segments, "tools": uses, "watched": dict(side.watched), "ranks": ranks}
     asked["disturbed"] = side.disturbed
     request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
@@ -269,7 +269,7 @@ def _run_lane(
         result = sandbox.run_in_sandbox(
             [sys.executable, str(DRIVER), str(RECORDER_FILE), str(request), str(notes)],
             output=folder,
-            readonly=[side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
+            readonly=[side.code, DRIVER, RECORDER_FILE, WATCH_FILE, plan.folder, *side.kernels.values()],
             cwd=side.code,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             limits=SandboxLimits(wall_seconds=side.wall_seconds),

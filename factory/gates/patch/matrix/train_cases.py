@@ -1,9 +1,9 @@
-"""Trains segment folders and records the executed code of ``trainer/`` and ``kernels/``. Runs inside the sandbox, from a worktree.
+"""Trains segment folders and records which of the watched lines are executed. Runs inside the sandbox, from a worktree.
 
 ``python train_cases.py RECORDER REQUEST OUT``
 
 RECORDER: the path of ``factory.gates.patch.execution_recorder``. REQUEST: a JSON file with ``{"folders": [{"folder", "stop_after", "waits",
-"slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``. Each rank writes
+"slow_threads"}], "tools": [{"folder", "module", "arguments"}], "watched": {path: [lines]}, "ranks", "disturbed"}``. Each rank writes
 ``OUT/rank-N.json`` with ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``. Each tool's folder gets its ``printed.txt``.
 
 torch.compile traces, but the backend is eager: compilation would take minutes for all sizes of the matrix.
@@ -194,15 +194,17 @@ if __name__ == "__main__":
     request = json.loads(Path(sys.argv[2]).read_text())
     if request["ranks"] > 1 and "RANK" not in os.environ:
         sys.exit(run_program_once_per_rank(request["ranks"]))
-    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["instructions"])
-    if request["instructions"]:
+    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["watched"])
+    if request["watched"]:
+        recorder.watch_imports()
         recorder.watch_compiler()
     import torch
 
     torch.compile = functools.partial(torch.compile, backend="eager")
     if request["disturbed"]:
         perturb_op_results(request["disturbed"])
-    recorder.start()
+    if request["watched"]:
+        recorder.start()
     codes = []
     for work, entries in ((train_segment_folder, request["folders"]), (run_tool, request["tools"])):
         for entry in entries:
