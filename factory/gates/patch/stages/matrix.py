@@ -19,6 +19,7 @@ from factory.gates.patch.execution_recorder import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
+from factory.gates.patch.matrix.sized_cases import SizedRuns, make_sized_runs
 from factory.gates.patch.matrix.unexecuted_code import (
     UnexecutedPart,
     find_unexecuted_parts,
@@ -58,10 +59,11 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
     rounds, runs, same, executed, old = may_round_differently(case), 0, 0, ExecutedCode(), ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
-    cases: Sequence[MatrixCase] = CASES
-    tools: Sequence[MatrixTool] = TOOLS
+    sized = make_sized_runs(_find_recipe(case))
+    every: Sequence[MatrixCase] = (*CASES, *(sized.cases if sized else ()))
+    cases, tools = every, (*TOOLS, *(sized.tools if sized else ()))
     for draw in range(1, DRAWS + 1):
-        found = _draw(case, case.work / "matrix" / str(draw), cases, tools)
+        found = _draw(case, case.work / "matrix" / str(draw), cases, tools, sized)
         if isinstance(found, StageResult):
             return found
         plan, approved, baseline, candidate = found
@@ -100,7 +102,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             return StageResult(
                 make_failed_evidence(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured)
             )
-        cases, tools = [one for one in CASES if one.name in undecided], ()
+        cases, tools = [one for one in every if one.name in undecided], ()
         if not cases:
             break
     if same < runs and not rounds:
@@ -123,7 +125,11 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 
 def _draw(
-    case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
+    case: PatchCase[PatchPolicy],
+    work: Path,
+    cases: Sequence[MatrixCase],
+    tools: Sequence[MatrixTool],
+    sized: SizedRuns | None = None,
 ) -> tuple[MatrixPlan, MatrixSide, MatrixRuns, MatrixRuns] | StageResult:
     """Draw new data and train both sides on it. Returns the plan, the approved code, the runs of baseline and candidate; or the stage's result if
     one of these failed."""
@@ -136,8 +142,8 @@ def _draw(
     kernels = write_kernels_files(case, case.baseline, work / "a")
     approved = MatrixSide(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
-        recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
-        plan, begun = make_matrix_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
+        name = _find_recipe(case)["name"]
+        plan, begun = make_matrix_plan(replace(approved, folder=work / "0"), work / "plan", name, sized)
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
@@ -171,6 +177,11 @@ def _draw(
             )
         )
     return plan, approved, baseline, candidate
+
+
+def _find_recipe(case: PatchCase[PatchPolicy]) -> Mapping[str, Any]:
+    """Return the recipe of the trunk; before the first checkpoint, the workspace's."""
+    return case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
 
 
 def _side(
