@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, find_changed_ops_of_patch
+from factory.gates.patch.matrix.unexecuted_code import find_watched_lines
 from factory.gates.patch.op_answers import OpAnswers, check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import make_exploit_calls
@@ -30,8 +31,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
     jobs = make_oracle_jobs(policy, ops, recipe["precision"])
     jobs += make_exploit_calls(case.policy.exploits, ops, recipe, random.SystemRandom())
-    files = [change.path for change in case.changes if change.path.endswith(".py")]
-    answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, files))
+    watched = find_watched_lines(case)
+    answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, watched))
     found = make_oracle_evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.changed_paths):
         found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
