@@ -117,7 +117,9 @@ class _WatchedKernel:
 
 @contextmanager
 def watch_compiled_graphs() -> Iterator[CompiledGraphs]:
-    """Record the lines of all graphs that torch.compile makes in the block. The first compilation of a graph fills a cache of its own."""
+    """Record the lines of all graphs that torch.compile makes in the block. Graphs are made anew: a cached one has the line numbers of the checkout
+    that made it. (The compiled C++ and Triton code still comes from its caches.)"""
+    from torch._functorch import config as autograd_config
     from torch._inductor import config
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -130,7 +132,10 @@ def watch_compiled_graphs() -> Iterator[CompiledGraphs]:
 
     CompiledFxGraph.post_compile = finish_and_read  # type: ignore[method-assign]
     try:
-        with config.patch({"trace.provenance_tracking_level": BASIC}):
+        with (
+            config.patch({"trace.provenance_tracking_level": BASIC, "fx_graph_cache": False, "fx_graph_remote_cache": False}),
+            autograd_config.patch({"enable_autograd_cache": False}),
+        ):
             yield graphs
     finally:
         CompiledFxGraph.post_compile = finish  # type: ignore[method-assign]

@@ -41,6 +41,7 @@ from agents.line_profiler.stopwatch import (
     keep_fastest_times,
     make_clock,
     make_progress_reporter,
+    measure_least_overhead,
     measure_stopwatch_overhead,
     pause_garbage_collection,
     replace_recorded_times,
@@ -64,6 +65,7 @@ ALIKE_FOR_TORCH = 1.1  # torch.profiler's own cost varies more, mostly for short
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; the longest wait for a quiet machine
 ISOLATION_BUDGET_S = 18.0
 IMPLEMENTATIONS_S = 12.0  # for timing the registered implementations of the slowest ops
+MOST_OVER_LEAST = 3.0  # the stopwatch adds less than so many times what it adds to the simplest operation
 EAGER_STEPS = 2  # timed eager steps beside a compiled one: they only say how a fused kernel's time is divided
 
 
@@ -248,7 +250,9 @@ def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
-    return measure_stopwatch_overhead(lambda: run.train_step(batch))
+    # A busy machine makes the difference of two steps look larger than it is. Then it would take time from lines that did take it.
+    most = MOST_OVER_LEAST * measure_least_overhead()
+    return min(measure_stopwatch_overhead(lambda: run.train_step(batch)), most)
 
 
 def _timed(run: SegmentRun, batch: Batch) -> float:
