@@ -133,7 +133,9 @@ def watch_compiled_graphs() -> Iterator[CompiledGraphs]:
     CompiledFxGraph.post_compile = finish_and_read  # type: ignore[method-assign]
     try:
         with (
-            config.patch({"trace.provenance_tracking_level": BASIC, "fx_graph_cache": False, "fx_graph_remote_cache": False}),
+            config.patch(
+                {"trace.provenance_tracking_level": BASIC, "fx_graph_cache": False, "fx_graph_remote_cache": False}
+            ),
             autograd_config.patch({"enable_autograd_cache": False}),
         ):
             yield graphs
