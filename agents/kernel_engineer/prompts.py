@@ -10,7 +10,8 @@ from agents.loop.prompts import MATERIAL
 
 RULES = """You are the kernel engineer of a factory that trains language models. You make one training step faster by one patch.
 
-How you work: read what you need with the tools; `try_patch` checks edits and times the changed op alone, old against new. Then call
+How you work: the first message has what a first patch needs: the machine, the target's lines, calls, implementations and sources. Read more only
+if you miss something. `try_patch` checks edits and times what they change, old against new. Then call
 `propose` once with a hypothesis that a measurement can refute, and with edits; without any, those of the last `try_patch` count. When the
 quick check finds problems you get them back and may propose again, a few times. A kernel that is slower alone hardly ever makes the step faster.
 
@@ -39,9 +40,14 @@ SYSTEM = f"{RULES}\n\n{MATERIAL}"
 def make_task_message(target: ProfileTarget, evidence: str, rounds: int) -> str:
     """The first message: the target, what it may gain, and the evidence."""
     about = f"the op {target.op!r}" if target.op else target.name.partition(":")[2]
+    spread = (
+        f" ({target.least_attainable:.1%} to {target.most_attainable:.1%} in {target.profiles} profiles)"
+        if target.profiles > 1
+        else ""
+    )
     return (
-        f"Target: {about}. It takes {target.share:.1%} of the eager step; at the roofline it would save {target.attainable:.1%} of the "
-        f"step, which is {target.gain_at_roofline:.3f} times as fast a step. "
+        f"Target: {about}. It takes {target.share:.1%} of the step; at the roofline it would save {target.attainable:.1%} of the "
+        f"step{spread}, which is {target.gain_at_roofline:.3f} times as fast a step. "
         f"If it took no time at all the step would be {target.largest_possible_gain:.3f} "
         f"times as fast: predict no more than that. Its hottest lines: {', '.join(target.lines)}.\n"
         f"You have {rounds} proposals.\n\n{evidence}"

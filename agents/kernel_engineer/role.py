@@ -9,7 +9,14 @@ from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
-from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, select_worthwhile_targets
+from agents.kernel_engineer.evidence import collect_evidence
+from agents.kernel_engineer.targets import (
+    LEAST_GAIN,
+    ProfileTarget,
+    find_named_target,
+    find_targets,
+    select_worthwhile_targets,
+)
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import AgentTask, JsonObject
 from agents.loop.tools import quote_problems
@@ -17,28 +24,39 @@ from kernels.contract.message import Message
 
 
 class KernelEngineer:
-    """The ``Role`` of the kernel engineer, for a parsed profile.json. ``asked``: the target that a person named, or ''."""
+    """The ``Role`` of the kernel engineer, for a parsed profile.json. ``asked``: the target that a person named, or ''.
+
+    ``earlier``: other profiles of the same commit, recipe and machine. ``least_gain``: the gain of the step from which on the gate keeps a patch.
+    """
 
     name = AGENT
     system = prompts.SYSTEM
     tools: Sequence[JsonObject] = TOOLS
 
-    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, asked: str = "") -> None:
+    def __init__(
+        self,
+        profile: Mapping[str, Any],
+        workbench: Workbench,
+        asked: str = "",
+        earlier: Sequence[Mapping[str, Any]] = (),
+        least_gain: float = LEAST_GAIN,
+    ) -> None:
         self.profile, self.workbench, self.asked = profile, workbench, asked
+        self.earlier, self.least_gain = earlier, least_gain
 
     def choose_task(self, rounds: int) -> AgentTask | str:
         """The target that a person named, or the one with the most to gain. Raises: TargetError."""
-        found = find_targets(self.profile, set(self.workbench.files(patchable=True)))
+        found = find_targets(self.profile, set(self.workbench.files(patchable=True)), self.earlier)
         if self.asked:
-            aims = [find_named_target(self.asked, found, self.profile)]
+            aims = [find_named_target(self.asked, found, self.profile, self.least_gain)]
         else:
-            aims = select_worthwhile_targets(found, self.workbench.list_earlier_proposals)
+            aims = select_worthwhile_targets(found, self.workbench.list_earlier_proposals, self.least_gain)
         if not aims:
             return Message(
                 "kernel_engineer.no_target", "No target in the profile promises a gain that is large enough to measure."
             )
         target = aims[0]
-        evidence = EvidenceReader(self.profile, self.workbench, target).collect_evidence()
+        evidence = collect_evidence(self.profile, self.workbench, target)
         about = Message(
             "kernel_engineer.target",
             "target {target} takes {share:.1%} of the step's time. If the target ran at the roofline, the step would be "

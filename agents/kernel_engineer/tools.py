@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from agents.core.untrusted import fold_to_one_line, quote_as_data
+from agents.core.untrusted import quote_as_data
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
+from agents.kernel_engineer.evidence import describe_machine, describe_row, describe_step
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
@@ -82,7 +82,7 @@ class EvidenceReader:
         known = set(self.workbench.files())
         places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
         notes = "".join(tools.describe_agent_written_lines(self.workbench, file, line, line) for file, line in places)
-        return notes + quote_as_data("line profile", "\n".join(map(_row, rows)) or "no such op or file")
+        return notes + quote_as_data("line profile", "\n".join(map(describe_row, rows)) or "no such op or file")
 
     def describe_data_flow(self, line: str = "") -> str:
         near = lambda name: not line or name.partition("#")[0] == line
@@ -96,34 +96,7 @@ class EvidenceReader:
         return quote_as_data("graph", "\n".join(words) or "no such line")
 
     def describe_roofline(self) -> str:
-        p = self.profile
-        recipe = p["recipe_step_s"]
-        words = [
-            f"device: {p['device']}; torch {p['torch']}",
-            f"matrix products {p['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, memory {p['memory_bytes_per_s'] / 1e9:.1f} GB/s, both measured",
-            f"step: {p['eager_step_s'] * 1e3:.1f} ms eager" + (f", {recipe * 1e3:.1f} ms as the recipe runs it" if recipe else ""),
-            f"recipe: {json.dumps(p['recipe'])[:2000]}",
-        ]  # fmt: skip
-        words += [
-            f"{o['op']} ({o['implementation']}): {o['share']:.1%} of the step, {o['calls']:g} calls" for o in p["ops"]
-        ]
-        return quote_as_data("roofline", "\n".join(words))
+        return quote_as_data("roofline", "\n".join([*describe_machine(self.profile), *describe_step(self.profile)]))
 
     def describe_earlier_proposals(self) -> str:
         return tools.quote_earlier_proposals(self.workbench.list_earlier_proposals(self.target.name))
-
-    def collect_evidence(self) -> str:
-        """The evidence in the first message to the model."""
-        own = self.target.op or self.target.name.partition(":")[2]
-        return "\n\n".join(
-            (self.describe_roofline(), self.describe_line_profile(own), self.describe_earlier_proposals())
-        )
-
-
-def _row(line: Mapping[str, Any]) -> str:
-    return (
-        f"{line['file']}:{line['line']} {line['op'] or '-'} {line['share']:.2%} of the step "
-        f"(forward {line['forward_s'] * 1e3:.2f} ms, backward {line['backward_s'] * 1e3:.2f} ms, host {line['host_s'] * 1e3:.2f} ms), "
-        f"{line['calls']:g} calls, {line['bytes'] / 1e6:.2f} MB, {line['flops'] / 1e6:.2f} MFLOP, bound by {line['bound']}, "
-        f"{line['roofline']:.0%} of the roofline | {fold_to_one_line(line['source'], 120)}"
-    )

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from agents.line_profiler.capture import ROOT, RecordedOperation
-from agents.line_profiler.lines import find_phase_of_line, read_source_line
+from agents.line_profiler.lines import PeakRates, find_phase_of_line, read_source_line
 from agents.line_profiler.profile_schema import Profile, format_line_name
 from agents.line_profiler.report.page import render_profile_page
-from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure_profile
+from agents.line_profiler.session import (
+    IMPLEMENTATIONS_S,
+    ISOLATION_BUDGET_S,
+    STEPS,
+    ProfileSession,
+    measure_profile,
+)
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import format_error_with_code
 from kernels.contract.registry import KernelError
@@ -86,11 +92,24 @@ def main(arguments: list[str] | None = None) -> int:
         default=ISOLATION_BUDGET_S,
         help="seconds for timing single operations; 0: do not time them",
     )
+    parser.add_argument(
+        "--implementations",
+        type=float,
+        default=IMPLEMENTATIONS_S,
+        help="seconds for timing the registered implementations of the slowest ops",
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs=2,
+        metavar=("FLOP/S", "BYTES/S"),
+        help="the best rates of this machine that were measured before; larger ones of now count",
+    )
     parser.add_argument("--top", type=int, default=20, help="number of lines to print")
     parser.add_argument(
         "--no-compiled",
         action="store_true",
-        help="do not time the compiled step (compiling takes some seconds)",
+        help="profile the eager step of a recipe that compiles (compiling takes some seconds)",
     )
     parser.add_argument("--json", action="store_true", help="print profile.json instead of the table")
     chosen = parser.parse_args(arguments)
@@ -105,6 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             measure_recipe_step=not chosen.no_compiled,
             isolate=chosen.isolation > 0,
             isolation_budget_s=chosen.isolation,
+            best=PeakRates(*chosen.rates) if chosen.rates else None,
+            implementations_s=chosen.implementations,
             report=progress,
         )
         write_profile_files(session, chosen.out)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,30 +46,89 @@ class RecordedOperation:
     reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
     writes: tuple[int, ...]
     signature: OperationSignature | None  # None: the operation cannot be called again outside the step
+    among: tuple[
+        Line, ...
+    ] = ()  # of compiled code: the lines that the operation computes; empty if it is ``line`` alone
+    graph: int = 0  # the call of compiled code that it belongs to, from 1 on; 0: it is eager
+
+
+class GeneratedCode(Protocol):
+    """What knows the source lines of generated code (``agents.line_profiler.compiled.CompiledGraphs``)."""
+
+    def find_lines_at(self, file: str, number: int) -> tuple[Line, ...] | None:
+        """The source lines of a line of generated code; None if the file is not generated code."""
+        ...
 
 
 class OperationRecorder(TorchDispatchMode):
     """Records every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
 
-    ``callers`` maps each line to the lines of ours that called it when it was first seen, innermost first.
+    ``callers`` maps each line to the lines of ours that called it when it was first seen, innermost first. ``generated``: the compiled code of
+    the step; the ops of a compiled step cannot be wrapped, so an op is then known by its folder.
     """
 
-    def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels")) -> None:
+    def __init__(
+        self, folders: tuple[str, ...] = ("trainer", "kernels"), generated: GeneratedCode | None = None
+    ) -> None:
         super().__init__()
+        self.generated = generated
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
         self.events: list[RecordedOperation] = []
         self.samples: dict[OperationSignature, Samples] = {}
         self.callers: dict[Line, tuple[tuple[str, int], ...]] = {}
         self.op_calls: Counter[str] = Counter()
+        self.op_arguments: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(
+            Counter
+        )  # op → its calls' arguments, as text
         self.current_op = self.current_call = ""
         self._by_sequence: dict[int, tuple[Line, str]] = {}
         self._where: dict[str, str | None] = {}  # co_filename → path relative to the root, None when it is not ours
         self._storages: dict[int, int] = {}  # address of a storage → its number
         self._made = 0
+        self._calls = 0  # of compiled code
+        self._last_call = ("", 0)  # file and line: later lines of the same file belong to the same call
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled while this mode is active."""
+        return True
+
+    def record_kernel(self, name: str, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a generated kernel, which no dispatch mode sees, and record it."""
+        among, backward, graph = self._find_generated_lines(sys._getframe(1)) or ((), False, 0)
+        began = time.perf_counter()
+        out = kernel(*args, **kwargs)
+        seconds = time.perf_counter() - began
+        moved = float(sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
+        line = among[0] if among else ("(compiled code)", 0, "")
+        self.events.append(
+            RecordedOperation(line, "", backward, name, seconds, 0.0, 0.0, moved, (), (), None, among or (line,), graph)
+        )
+        return out
+
+    def _find_generated_lines(self, frame: FrameType | None) -> tuple[tuple[Line, ...], bool, int] | None:
+        """(lines, True in the backward pass, number of the call) of the generated code above; None if there is none below our own code."""
+        if self.generated is None:
+            return None
+        while frame is not None and self._ours(frame) is None:
+            lines = self.generated.find_lines_at(frame.f_code.co_filename, frame.f_lineno)
+            if lines is not None:
+                # The frame itself is not kept: it would keep its tensors, and autograd copies a gradient that something else holds.
+                file, number = self._last_call
+                self._calls += file != frame.f_code.co_filename or frame.f_lineno <= number
+                self._last_call = frame.f_code.co_filename, frame.f_lineno
+                return lines, torch._C._current_graph_task_id() != -1, self._calls
+            frame = frame.f_back
+        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        line, call, backward = self._locate(sys._getframe(1))
+        if generated := self._find_generated_lines(sys._getframe(1)):
+            (line, *_), call = generated[0], ""
+            among, backward, graph = generated
+        else:
+            among, graph, self._last_call = (), 0, ("", 0)
+            line, call, backward = self._locate(sys._getframe(1))
         signature = self._describe(func, args, kwargs)
         reads = () if is_view_or_empty(func) else self._numbers((args, kwargs))
         began = time.perf_counter()
@@ -79,7 +138,9 @@ class OperationRecorder(TorchDispatchMode):
         moved = _bytes(args, kwargs, out, func)
         flops = _flops(func, args, kwargs, out)
         self.events.append(
-            RecordedOperation(line, call, backward, str(func), seconds, 0.0, flops, moved, reads, writes, signature)
+            RecordedOperation(
+                line, call, backward, str(func), seconds, 0.0, flops, moved, reads, writes, signature, among, graph
+            )
         )
         return out
 
@@ -118,6 +179,8 @@ class OperationRecorder(TorchDispatchMode):
             where = self._ours(frame)
             if where is not None:
                 op, call = self._op_of_node() if backward else (self.current_op, self.current_call)
+                if self.generated is not None:
+                    op = self._op_of_folders(frame) or op
                 line = (where, frame.f_lineno, op)
                 if line not in self.callers:
                     self.callers[line] = self._above(frame)
@@ -139,6 +202,15 @@ class OperationRecorder(TorchDispatchMode):
         """(kernel op, line that called it) of a backward written by hand."""
         caused_by = self._caused_by()
         return (caused_by[0][2], caused_by[1]) if caused_by is not None else ("", "")
+
+    def _op_of_folders(self, frame: FrameType | None) -> str:
+        """The op whose folder the trainer entered, by the frames from the innermost one on; empty if they enter none."""
+        op = ""
+        while frame is not None:
+            where = self._ours(frame)
+            op = (find_op_of_file(where) if where else "") or op
+            frame = frame.f_back
+        return op
 
     def _ours(self, frame: FrameType) -> str | None:
         name = frame.f_code.co_filename
@@ -166,12 +238,42 @@ class OperationRecorder(TorchDispatchMode):
             outer = self.current_op, self.current_call
             self.current_op, self.current_call = name, f"{line[0]}:{line[1]}"
             self.op_calls[name] += 1
+            self.op_arguments[name][describe_arguments(args)] += 1
             try:
                 return function(*args)
             finally:
                 self.current_op, self.current_call = outer
 
         return watched
+
+
+def describe_arguments(args: Iterable[Any]) -> tuple[str, ...]:
+    """The arguments of an op as text: a tensor by its kind, shape and strides, lists by their first tensor and length, other values as they are.
+
+    >>> describe_arguments((torch.ones(2, 3).T, [torch.ones(4)] * 7, 1e-6))
+    ('float32[3, 2] strides (1, 3)', '7 × float32[4] strides (1,)', '1e-06')
+    """
+    words = []
+    for value in args:
+        if isinstance(value, Tensor):
+            words.append(
+                f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} strides {tuple(value.stride())}"
+            )
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            words.append(f"{len(value)} × {describe_arguments(value[:1])[0]}")
+        else:
+            words.append(str(value)[:60])
+    return tuple(words)
+
+
+def find_op_of_file(file: str) -> str:
+    """The op in whose folder a file is; empty if it is in none.
+
+    >>> find_op_of_file("kernels/swiglu/cpp.py"), find_op_of_file("kernels/contract/op.py"), find_op_of_file("trainer/run.py")
+    ('swiglu', '', '')
+    """
+    parts = file.split("/")
+    return parts[1] if parts[0] == "kernels" and len(parts) > 2 and parts[1] in OPS else ""
 
 
 def is_view_or_empty(func: Any) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from agents.line_profiler.capture import ROOT, Line, RecordedOperation, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
-from agents.line_profiler.profile_schema import ProfiledLine, ProfiledOp
+from agents.line_profiler.profile_schema import OpCall, ProfiledLine, ProfiledOp
 from agents.line_profiler.signature import OperationSignature
 from kernels.contract.registry import OPS
 
@@ -30,6 +30,10 @@ class PeakRates:
     def estimate_least_seconds(self, flops: float, bytes: float) -> float:
         """The least time by the roofline model (Williams et al. 2009, doi 10.1145/1498765.1498785)."""
         return max(flops / self.flops_per_s, bytes / self.bytes_per_s)
+
+    def find_larger_rates(self, other: PeakRates) -> PeakRates:
+        """The larger of each rate: other programs can only make a machine look slower than it is."""
+        return PeakRates(max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s))
 
     def find_limiting_resource(self, flops: float, bytes: float) -> str:
         return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
@@ -86,6 +90,17 @@ def _line(
     )
 
 
+def copy_isolated_times(lines: Iterable[ProfiledLine], eager: Iterable[ProfiledLine]) -> list[ProfiledLine]:
+    """The lines, each with the times alone that its operations have in the eager step. A fused kernel is not timed alone."""
+    alone = {line.name: line for line in eager}
+    return [
+        replace(line, isolated_s=alone[line.name].isolated_s, isolated_spread_s=alone[line.name].isolated_spread_s)
+        if line.name in alone
+        else line
+        for line in lines
+    ]
+
+
 def find_phase_of_line(line: Line) -> str:
     """The phase of a line, 'optimizer' or 'forward'. Lines of the data loader have no phase of these."""
     file, _, op = line
@@ -125,9 +140,17 @@ def summarise_data_loader_lines(traced: Mapping[Line, tuple[float, float]], step
 
 
 def summarise_ops(
-    events: Iterable[RecordedOperation], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
+    events: Iterable[RecordedOperation],
+    calls: Mapping[str, int],
+    arguments: Mapping[str, Mapping[tuple[str, ...], int]],
+    choice: Mapping[str, str],
+    step_s: float,
+    device: str,
 ) -> list[ProfiledOp]:
-    """The times of each op, with the registry's facts about it, so that readers of a profile need not import the kernels."""
+    """The times of each op, with the registry's facts about it, so that readers of a profile need not import the kernels.
+
+    ``arguments``: for each op, the arguments of its calls, and how many calls have them.
+    """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for event in events:
@@ -138,7 +161,8 @@ def summarise_ops(
         share = (forward[name] + backward[name]) / step_s
         here = {i.name: i.description for i in op.implementations.values() if i.can_run_on(device)}
         times = float(n), forward[name], backward[name], share
-        found.append(ProfiledOp(name, choice[name], *times, op.in_block, bool(op.gradients), here))
+        called = tuple(OpCall(count, given) for given, count in arguments.get(name, {}).items())
+        found.append(ProfiledOp(name, choice[name], *times, op.in_block, bool(op.gradients), here, called, {}))
     return found
 
 

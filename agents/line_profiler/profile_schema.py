@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
 class ProfiledLine:
-    """One source line, summed over the layers. ``op`` is the kernel op that it runs for, or empty."""
+    """One source line, summed over the layers. ``op`` is the kernel op that it runs for, or empty. If the step is compiled, a line has its part of
+    the fused kernels that compute it (``agents.line_profiler.compiled``), and a line that compilation removed is not listed."""
 
     file: str
     line: int
@@ -27,7 +28,7 @@ class ProfiledLine:
     calls: float  # times the line is executed
     flops: float
     bytes: float
-    share: float  # of the eager step
+    share: float  # of the step: of the sum over all lines
     roofline: float  # time that the roofline allows over the time taken
     bound: str  # compute | memory | launch | host
     operations: tuple[str, ...]  # the most frequent ones
@@ -50,6 +51,14 @@ def format_line_name(file: str, line: int, op: str) -> str:
 
 
 @dataclass(frozen=True)
+class OpCall:
+    """Calls of an op with equal arguments in a step."""
+
+    calls: int
+    arguments: tuple[str, ...]  # a tensor as "bfloat16[4096, 256] strides (256, 1)", any other value as its text
+
+
+@dataclass(frozen=True)
 class ProfiledOp:
     """One kernel op: the sum of its lines."""
 
@@ -62,6 +71,10 @@ class ProfiledOp:
     in_block: bool  # its lines are compiled with the model's blocks, where the recipe compiles them
     trained: bool  # it has gradients; the optimiser's ops have none
     implementations: dict[str, str]  # those that run on this device, and what each is
+    called_with: tuple[OpCall, ...]
+    implementation_s: dict[
+        str, float
+    ]  # seconds of a forward and backward pass alone, at the recipe's shapes; those that were timed
 
 
 @dataclass(frozen=True)
@@ -131,21 +144,29 @@ class ConcurrencyCandidate:
 
 @dataclass(frozen=True)
 class Profile:
-    """The content of ``profile.json``. A step's time includes the time to make its batch."""
+    """The content of ``profile.json``. A step's time includes the time to make its batch. Lines and ops are those of the step as the recipe runs it:
+    compiled if it compiles (``compiled``). Edges and candidates are those of the eager step."""
 
     format: int
     recipe: dict[str, Any]
     kernels: dict[str, str]
     device: str
     device_kind: str  # 'cpu' or 'cuda', as kernels.yaml names it
+    machine: str  # ``kernels.contract.machine.Machine`` as text: profiles of one machine can be compared
+    machine_facts: dict[str, str]  # caches, vector units, cores
     torch: str
-    eager_step_s: float  # the fastest without a profiler; such steps alternate with profiled ones
+    compiled: bool  # the lines are those of a compiled step
+    step_s: float  # the fastest step without a profiler, as ``compiled`` says; such steps alternate with profiled ones
+    eager_step_s: float  # the same for the eager step
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured
     covered_s: float  # sum over the lines
-    coverage: float  # covered_s / eager_step_s
+    coverage: float  # covered_s / step_s
     overhead_s: float  # added to the step by the stopwatch; measured separately and subtracted from every line's time
-    matmul_flops_per_s: float
+    precision: str
+    matmul_flops_per_s: float  # the roofline: the best rates of this machine that are known
     memory_bytes_per_s: float
+    measured_flops_per_s: float  # the rates that this profile measured
+    measured_bytes_per_s: float
     steps: int
     cross_check: TorchProfilerComparison
     isolation: IsolationStatistics | None  # None if no operation was measured outside the step

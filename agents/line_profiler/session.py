@@ -1,4 +1,5 @@
-"""Profiles a recipe: runs its steps eagerly, and compares the sum of the operations' times with the clock and torch.profiler."""
+"""Profiles a recipe: runs its steps eagerly and, if it compiles, compiled. Compares the sum of the operations' times with the clock, and that of the
+eager step with torch.profiler."""
 
 from __future__ import annotations
 
@@ -19,17 +20,28 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
+from agents.line_profiler.compiled import divide_among_lines, separate_calls, watch_compiled_graphs
 from agents.line_profiler.graph import find_concurrency_candidates, find_data_flow_edges, find_fusion_candidates
+from agents.line_profiler.implementations import time_registered_implementations
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, time_operations_alone
-from agents.line_profiler.lines import PeakRates, summarise_data_loader_lines, summarise_lines, summarise_ops
+from agents.line_profiler.lines import (
+    PeakRates,
+    copy_isolated_times,
+    summarise_data_loader_lines,
+    summarise_lines,
+    summarise_ops,
+)
+from agents.line_profiler.machine import read_machine_facts
 from agents.line_profiler.profile_schema import FORMAT, IsolationStatistics, Profile, TorchProfilerComparison
 from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
     TimedOperation,
     add_up_seconds,
     is_fastest_time_confirmed,
+    keep_fastest_times,
     make_clock,
     make_progress_reporter,
+    measure_least_overhead,
     measure_stopwatch_overhead,
     pause_garbage_collection,
     replace_recorded_times,
@@ -37,6 +49,7 @@ from agents.line_profiler.stopwatch import (
 )
 from agents.line_profiler.workload import make_segment_run, shrink_recipe
 from kernels.contract.choice import split_implementation_names
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
 from kernels.contract.precision import allow_bf16_matmul
 from kernels.contract.registry import Ops, load_choice
@@ -51,6 +64,9 @@ STEPS = 6
 ALIKE_FOR_TORCH = 1.1  # torch.profiler's own cost varies more, mostly for short steps
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; the longest wait for a quiet machine
 ISOLATION_BUDGET_S = 18.0
+IMPLEMENTATIONS_S = 12.0  # for timing the registered implementations of the slowest ops
+MOST_OVER_LEAST = 3.0  # the stopwatch adds less than so many times what it adds to the simplest operation
+EAGER_STEPS = 2  # timed eager steps beside a compiled one: they only say how a fused kernel's time is divided
 
 
 @dataclass(frozen=True)
@@ -69,19 +85,25 @@ def measure_profile(
     measure_recipe_step: bool = True,
     isolate: bool = True,
     isolation_budget_s: float = ISOLATION_BUDGET_S,
+    best: PeakRates | None = None,
+    implementations_s: float = IMPLEMENTATIONS_S,
     report: Callable[[str], None] = lambda text: None,
 ) -> ProfileSession:
-    """Profile an eager step. One recorded step gives the lines. The fastest of at least ``steps`` timed steps gives their times. The timed
-    steps alternate with steps that nothing watches and with steps under torch.profiler.
+    """Profile a step as the recipe runs it. One recorded step gives the lines. Each operation counts with its fastest time of at least ``steps``
+    timed steps. They alternate with steps that nothing watches and, if the step is eager, with steps under torch.profiler.
+
+    If the recipe compiles, an eager step is recorded beside the compiled one, for what compiled code does not show: calls, edges and fusion
+    candidates. Without ``measure_recipe_step`` only the eager step is profiled. ``best``: rates of this machine that were measured before;
+    the larger ones count. ``implementations_s``: seconds for timing the registered implementations of the slowest ops.
 
     Raises: TrainerError, KernelError.
     """
     recipe = replace_auto_precision(recipe, choose_training_device())
+    compiles = recipe.compile and measure_recipe_step
     with allow_bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "preparing the eager step"))
         run = make_segment_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
-        synchronize = torch.cuda.synchronize if device.type == "cuda" else None
         for _ in range(WARMUP_STEPS):
             run.train_step(make_batch(run.order).to(device))
         report(Message("line_profiler.data_loader", "timing the lines of the data loader"))
@@ -92,49 +114,65 @@ def measure_profile(
         recorder = OperationRecorder()
         with _ops_of(run, recorder.wrap_ops(run.model.ops)), pause_garbage_collection(), recorder:
             run.train_step(batch)
-        rounds = _rounds(run, batch, steps, synchronize, report)
-        # The fastest of each: other programs only add time.
-        step_s = min(rounds.unwatched) + making_s
+        rounds = _rounds(run, batch, min(steps, EAGER_STEPS) if compiles else steps, report, settle=not compiles)
         report(Message("line_profiler.stopwatch", "measuring the cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
-        events = tuple(
-            replace_recorded_times(
-                recorder.events, min(rounds.watched, key=add_up_seconds), crossing_s, device.type == "cpu"
-            )
+        on_host = device.type == "cpu"
+        timed = lambda events, watched: tuple(
+            replace_recorded_times(events, keep_fastest_times(watched), crossing_s, on_host)
         )
-        check = TorchProfilerComparison(min(rounds.torch), sum(e.seconds for e in events))
+        events = eager = timed(recorder.events, rounds.watched)
+        check = TorchProfilerComparison(min(rounds.torch), sum(e.seconds for e in eager))
+        eager_s = min(rounds.unwatched) + making_s  # the fastest: other programs only add time
         calls = _calls(run, batch, recorder)
-        roof = PeakRates(measure_matmul_rate(device, DTYPES[recipe.precision]), measure_memory_rate(device))
+        measured = PeakRates(measure_matmul_rate(device, DTYPES[recipe.precision]), measure_memory_rate(device))
+        roof = measured.find_larger_rates(best) if best else measured
         alone, isolation = None, None
         if isolate:
-            alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
-        recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
-    choice = {op: split_implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
-    every = summarise_lines(events, calls, step_s, roof, alone) + summarise_data_loader_lines(data, step_s)
-    lines = sorted(every, key=lambda line: -line.seconds)
-    covered = sum(line.seconds for line in lines)
+            alone, isolation = _isolate(recorder.samples, eager, device, isolation_budget_s, report)
+        step_s, recipe_step_s = eager_s, None if recipe.compile else eager_s
+        if compiles:
+            report(Message("line_profiler.recipe_step", "timing the compiled step of the recipe"))
+            compiled, rounds = _compiled_rounds(recipe, kernels, Path(folder), batch, steps, report)
+            events = tuple(divide_among_lines(separate_calls(timed(compiled, rounds.watched)), eager))
+            step_s = recipe_step_s = min(rounds.unwatched) + making_s
+        covered = sum(e.seconds + e.host_s for e in events) + sum(seconds for seconds, _ in data.values())
+        choice = {op: split_implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
+        ops = summarise_ops(events, recorder.op_calls, recorder.op_arguments, choice, covered, device.type)
+        report(Message("line_profiler.implementations", "timing the registered implementations of the slowest ops"))
+        ops = time_registered_implementations(ops, recipe, device, implementations_s)
+    by_eager_step = summarise_lines(eager, calls, covered, roof, alone)
+    by_step = copy_isolated_times(summarise_lines(events, calls, covered, roof), by_eager_step)
+    lines = sorted(by_step + summarise_data_loader_lines(data, covered), key=lambda line: -line.seconds)
     found = Profile(
         format=FORMAT,
         recipe=recipe.model_dump(),
         kernels=choice,
         device=read_device_name(device),
         device_kind=device.type,
+        machine=str(describe_this_machine(device.type)),
+        machine_facts=read_machine_facts(device),
         torch=torch.__version__,
-        eager_step_s=step_s,
-        recipe_step_s=recipe_step if recipe.compile else step_s,
+        compiled=compiles,
+        step_s=step_s,
+        eager_step_s=eager_s,
+        recipe_step_s=recipe_step_s,
         covered_s=covered,
         coverage=covered / step_s,
         overhead_s=crossing_s * len(events),
+        precision=recipe.precision,
         matmul_flops_per_s=roof.flops_per_s,
         memory_bytes_per_s=roof.bytes_per_s,
+        measured_flops_per_s=measured.flops_per_s,
+        measured_bytes_per_s=measured.bytes_per_s,
         steps=len(rounds.watched),
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
-        ops=tuple(summarise_ops(events, recorder.op_calls, choice, step_s, device.type)),
-        edges=tuple(find_data_flow_edges(events, recorder.callers)),
-        fusion_candidates=tuple(find_fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
-        stream_candidates=tuple(find_concurrency_candidates(events, step_s)),
+        ops=tuple(ops),
+        edges=tuple(find_data_flow_edges(eager, recorder.callers)),
+        fusion_candidates=tuple(find_fusion_candidates(eager, by_eager_step, roof.bytes_per_s, eager_s)),
+        stream_candidates=tuple(find_concurrency_candidates(eager, eager_s)),
     )
     return ProfileSession(found, events)
 
@@ -142,7 +180,7 @@ def measure_profile(
 @dataclass(frozen=True)
 class RepeatedStepTimings:
     """Times of one step that was run many times. ``unwatched``: seconds of a step that nothing watches. ``watched``: the operations of a
-    step under the stopwatch. ``torch``: seconds in operations by torch.profiler."""
+    step under the stopwatch. ``torch``: seconds in operations by torch.profiler; empty for a compiled step."""
 
     unwatched: list[float]
     watched: list[list[TimedOperation]]
@@ -151,34 +189,60 @@ class RepeatedStepTimings:
     def is_fastest_step_confirmed(self) -> bool:
         """True if other steps confirmed the fastest step of each kind."""
         ours = self.unwatched, [add_up_seconds(step) for step in self.watched]
-        return all(map(is_fastest_time_confirmed, ours)) and is_fastest_time_confirmed(self.torch, ALIKE_FOR_TORCH)
+        theirs = not self.torch or is_fastest_time_confirmed(self.torch, ALIKE_FOR_TORCH)
+        return all(map(is_fastest_time_confirmed, ours)) and theirs
 
 
 def _rounds(
-    run: SegmentRun, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
+    run: SegmentRun, batch: Batch, steps: int, report: Callable[[str], None], settle: bool = True
 ) -> RepeatedStepTimings:
     """Run the three kinds of step in alternation, so that other programs slow all of them. A step that is not counted follows torch.profiler,
     so that no counted step starts with colder caches. At least ``steps`` rounds run, until they are settled or the time is spent."""
     rounds = RepeatedStepTimings([], [], [])
     began = time.perf_counter()
-
-    def enough() -> bool:
-        spent = time.perf_counter() - began
-        settled = spent > LEAST_S and rounds.is_fastest_step_confirmed()
-        return len(rounds.watched) >= steps and (settled or spent > SETTLING_S)
-
     with pause_garbage_collection():
-        while not enough():
+        while not _is_enough(rounds, steps, began, settle):
             rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
-            rounds.unwatched.append(_timed(run, batch, synchronize))
+            rounds.unwatched.append(_timed(run, batch))
             rounds.watched.append(time_operations(lambda: run.train_step(batch), make_clock(run.ranks.device)))
-            report(
-                Message(
-                    "line_profiler.round", "timing the lines of the step: round {number}", number=len(rounds.watched)
-                )
-            )
+            _report_round(rounds, report)
     return rounds
+
+
+def _is_enough(rounds: RepeatedStepTimings, steps: int, began: float, settle: bool = True) -> bool:
+    spent = time.perf_counter() - began
+    settled = spent > LEAST_S and rounds.is_fastest_step_confirmed()
+    return len(rounds.watched) >= steps and (not settle or settled or spent > SETTLING_S)
+
+
+def _report_round(rounds: RepeatedStepTimings, report: Callable[[str], None]) -> None:
+    number = len(rounds.watched)
+    report(Message("line_profiler.round", "timing the lines of the step: round {number}", number=number))
+
+
+def _compiled_rounds(
+    recipe: Recipe, kernels: Path, folder: Path, batch: Batch, steps: int, report: Callable[[str], None]
+) -> tuple[list[RecordedOperation], RepeatedStepTimings]:
+    """(the operations of a compiled step, times of steps that alternate with and without the stopwatch). torch.profiler does not see the generated
+    kernels, so it is left out. A step replays no CUDA graph, because a graph hides its kernels."""
+    with watch_compiled_graphs() as graphs:
+        recipe = recipe.model_copy(update={"cuda_graphs": "off"})
+        run = make_segment_run(recipe, kernels, folder, steps=WARMUP_STEPS + 1, compile=True)
+        for _ in range(WARMUP_STEPS):
+            run.train_step(batch)
+        recorder = OperationRecorder(generated=graphs)
+        with pause_garbage_collection(), recorder, graphs.watched_by(recorder.record_kernel):
+            run.train_step(batch)
+        rounds = RepeatedStepTimings([], [], [])
+        began = time.perf_counter()
+        clock = make_clock(run.ranks.device)
+        with pause_garbage_collection():
+            while not _is_enough(rounds, steps, began):
+                rounds.unwatched.append(_timed(run, batch))
+                rounds.watched.append(time_operations(lambda: run.train_step(batch), clock, graphs))
+                _report_round(rounds, report)
+    return recorder.events, rounds
 
 
 def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
@@ -186,14 +250,16 @@ def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
-    return measure_stopwatch_overhead(lambda: run.train_step(batch))
+    # A busy machine makes the difference of two steps look larger than it is. Then it would take time from lines that did take it.
+    most = MOST_OVER_LEAST * measure_least_overhead()
+    return min(measure_stopwatch_overhead(lambda: run.train_step(batch)), most)
 
 
-def _timed(run: SegmentRun, batch: Batch, synchronize: Callable[[], None] | None) -> float:
+def _timed(run: SegmentRun, batch: Batch) -> float:
     began = time.perf_counter()
     run.train_step(batch)
-    if synchronize:
-        synchronize()
+    if run.ranks.device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
@@ -278,24 +344,6 @@ def _isolate(
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began
     return alone, IsolationStatistics(len(alone), full, WARMUP, ITERATIONS, spent, budget_s, why)
-
-
-def _recipe_step(
-    recipe: Recipe, kernels: Path, folder: Path, steps: int, report: Callable[[str], None]
-) -> float | None:
-    if not recipe.compile:
-        return None
-    report(Message("line_profiler.recipe_step", "timing the compiled step of the recipe"))
-    compiled = make_segment_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
-    synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
-    for _ in range(WARMUP_STEPS):
-        compiled.train_step(make_batch(compiled.order).to(compiled.ranks.device))
-    times = []
-    for _ in range(steps + 1):
-        began = time.perf_counter()
-        batch = make_batch(compiled.order).to(compiled.ranks.device)
-        times.append(time.perf_counter() - began + _timed(compiled, batch, synchronize))
-    return min(times)
 
 
 def read_device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.line_profiler.capture import RecordedOperation
+from agents.line_profiler.compiled import CompiledGraphs
 
 CONFIRMED, ALIKE = 5, 1.03  # the fastest step counts when five steps lie within 3 % of it
 SETTLING_S = 2.0  # the longest wait for a quiet machine
+BURST = 10  # operations
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,19 @@ class Stopwatch(TorchDispatchMode):
         self._marks.append(self.clock.record_mark())
         super().__exit__(*error)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled while this mode is active."""
+        return True
+
+    def time_kernel(self, name: str, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a generated kernel, which no dispatch mode sees, and time it."""
+        began = self.clock.record_mark()
+        out = kernel(*args, **kwargs)
+        self._marks += (began, self.clock.record_mark())
+        self._seen.append(name)
+        return out
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = self.clock.record_mark()
         out = func(*args, **(kwargs or {}))
@@ -101,11 +116,35 @@ class Stopwatch(TorchDispatchMode):
         return made
 
 
-def time_operations(step: Callable[[], object], clock: HostClock | None = None) -> list[TimedOperation]:
-    """Run a step under the stopwatch. Returns its operations."""
-    with Stopwatch(clock) as watch:
+def time_operations(
+    step: Callable[[], object], clock: HostClock | None = None, graphs: CompiledGraphs | None = None
+) -> list[TimedOperation]:
+    """Run a step under the stopwatch. Returns its operations. ``graphs``: its compiled code, if it has some."""
+    with Stopwatch(clock) as watch, graphs.watched_by(watch.time_kernel) if graphs else nullcontext():
         step()
     return watch.list_timed_operations()
+
+
+def keep_fastest_times(steps: Sequence[Sequence[TimedOperation]]) -> list[TimedOperation]:
+    """The operations of a step that was timed several times, each with its fastest times: other programs only add time, and they rarely leave a
+    whole step alone. Steps that ran other operations than most are left out.
+
+    >>> [lap.seconds for lap in keep_fastest_times([[TimedOperation("a", 0, 2), TimedOperation("b", 0, 1)],
+    ...                                             [TimedOperation("a", 0, 1), TimedOperation("b", 0, 3)]])]
+    [1, 1]
+    """
+    names = [tuple(lap.operation for lap in step) for step in steps]
+    usual = max(names, key=names.count)
+    alike = [step for step, found in zip(steps, names) if found == usual]
+    return [
+        TimedOperation(
+            laps[0].operation,
+            min(lap.gap for lap in laps),
+            min(lap.seconds for lap in laps),
+            min(lap.after for lap in laps),
+        )
+        for laps in zip(*alike)
+    ]
 
 
 def make_progress_reporter(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
@@ -151,6 +190,25 @@ def measure_stopwatch_overhead(step: Callable[[], object], repeats: int = 80) ->
             watched.append(add_up_seconds(seen))
             operations = len(seen)
     return max(0.0, (min(watched) - min(plain)) / operations)
+
+
+def measure_least_overhead(bursts: int = 300) -> float:
+    """Seconds that the stopwatch adds to the simplest operation, measured in bursts of some twenty microseconds. They end before another program gets
+    the core, so the fastest burst holds on a busy machine too, where the fastest whole step does not."""
+    x = torch.ones(3)
+
+    def burst() -> None:
+        for _ in range(BURST):
+            x + x
+
+    plain, watched = [], []
+    with pause_garbage_collection():
+        for _ in range(bursts):
+            began = time.perf_counter()
+            burst()
+            plain.append(time.perf_counter() - began)
+            watched.append(add_up_seconds(time_operations(burst)))
+    return max(0.0, (min(watched) - min(plain)) / BURST)
 
 
 def replace_recorded_times(

@@ -93,12 +93,12 @@ def measure_candidates(
                 measured = workbench.measure(op["op"], name, op["implementation"])
             except MeasurementError:
                 continue
-            # If the recipe compiles, the eager shares do not hold. The op's time in the step is its time alone, times its calls.
+            # If the recipe compiles, the shares of an eager profile do not hold. The op's time in the step is its time alone, times its calls.
             # All candidates of an op use one time of the current implementation, so that its noise does not rank them.
             now = seconds_now.setdefault(op["op"], measured.against_seconds)
             # The optimiser is not compiled with the model: it takes the same time in the recipe's step as in the eager one.
             share = op["share"]
-            if profile["recipe"]["compile"]:
+            if profile["recipe"]["compile"] and not profile.get("compiled"):
                 share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
             share = min(share, 0.9)
             found.append(

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 @app.command(
     help="""Time every line of the training step: forward, backward (counted at the forward line that caused it), optimiser and data.
 
+The step runs as the recipe says: compiled if the recipe compiles. The time of a fused kernel is divided among its lines.
 Shows the slowest lines with their time, calls, share of the step, share of the roofline, and bound (compute, memory, launch or
 host). The command also names lines that could be fused or could overlap, and compares the sum of the lines with the step's own
-time and with torch.profiler. Every operation is also timed outside the step: 10 warm-ups, 100 calls, median.
+time, and those of the eager step with torch.profiler. Every operation is also timed outside the step: 10 warm-ups, 100 calls, median.
+In a workspace, a line says how many ops and files are offered to proposers, with their range over the last profiles of this commit.
 
 The command writes three files. profile.json is for programs; agents/line_profiler/profile_schema.py has its schema. profile.html shows the
 source with a heat column, a graph and the roofline, and opens offline. trace.json opens at ui.perfetto.dev. In a workspace the files

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from agents.kernel_engineer.targets import ProfileTarget, describe_offered_targets, find_targets
 from factory.computing import compute_settings
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError, suggest_name
@@ -27,21 +28,27 @@ from factory.core.path_removal import remove_path
 from factory.core.progress import Progress
 from factory.core.untrusted_trainer_files import read_json_object
 from factory.core.workspace import Workspace, find_checkout_root
+from factory.gates.patch.policy import PatchPolicy
 from factory.git import repository
-from factory.ledger.ledger import profiles, record_event
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, profiles, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert_row
 from factory.runs.live_code import LiveCode
 from factory.runs.trainer_folder import remove_links_and_pipes
 from factory.training.planning import find_last_finished_segment
+from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
 
 PROGRESS = "profile: "  # prefix of the profiler's lines of progress
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
 
 
-FORMAT = 3  # equals that of agents.line_profiler.profile_schema, which only the profiler's own process imports
+FORMAT = 4  # equals that of agents.line_profiler.profile_schema, which only the profiler's own process imports
+OLDEST_FORMAT = 3  # its lines are those of the eager step
+RECENT = 5  # profiles of one commit, recipe and machine that count together
+REMEMBERED = 20  # profiles of a machine whose rates are remembered: a wrong one is forgotten some day
 
 
 class ProfileError(FactoryError):
@@ -49,8 +56,10 @@ class ProfileError(FactoryError):
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """Return a parsed profile.json. Raises: ProfileError if another version of the code wrote the file."""
+    """Return a parsed profile.json; one of an older format with what it lacks. Raises: ProfileError if another version of the code wrote the file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") == OLDEST_FORMAT:
+        return found | {"compiled": False, "step_s": found["eager_step_s"], "machine": "", "machine_facts": {}}
     if found.get("format") != FORMAT:
         raise ProfileError(
             "code_loop.profile_format",
@@ -61,6 +70,62 @@ def read_profile(path: Path) -> dict[str, Any]:
             expected=FORMAT,
         )
     return found
+
+
+def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
+    """Return a profile, and then the newest other profiles of the same commit, recipe and machine: at most ``RECENT`` in all.
+
+    Raises: ProfileError if the profile itself cannot be read. Others that cannot be read are left out.
+    """
+    row = ledger.read("SELECT path, code_commit FROM profiles WHERE id = :id", id=number)[0]
+    found = [read_profile(Path(row["path"]))]
+    others = ledger.read(
+        "SELECT path FROM profiles WHERE code_commit = :base AND id <> :id ORDER BY id DESC LIMIT 50",
+        base=row["code_commit"],
+        id=number,
+    )
+    for other in others:
+        try:
+            profile = read_profile(Path(other["path"]))
+        except (OSError, ValueError, KeyError, ProfileError):
+            continue
+        if len(found) < RECENT and all(
+            profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")
+        ):
+            found.append(profile)
+    return found
+
+
+def find_best_rates(ledger: Ledger, machine: str, precision: str) -> tuple[float, float] | None:
+    """Return the best rates, (FLOP/s, bytes/s), that the last profiles of a machine measured in a precision; None if there is no such profile.
+
+    They only advise proposers. No gate reads them.
+    """
+    rows = ledger.read("SELECT summary FROM profiles ORDER BY id DESC LIMIT 200")
+    summaries = [row["summary"] for row in rows if row["summary"].get("machine") == machine]
+    alike = [one for one in summaries if one.get("precision") == precision][:REMEMBERED]
+    rates = [(one.get("measured_flops_per_s"), one.get("measured_bytes_per_s")) for one in alike]
+    known = [pair for pair in rates if all(isinstance(rate, float) and 0 < rate < float("inf") for rate in pair)]
+    return (max(pair[0] for pair in known), max(pair[1] for pair in known)) if known else None
+
+
+def find_least_gain(plant: Plant) -> float:
+    """Return the gain of the whole step from which on the patch gate keeps a patch. Raises: ConfigError."""
+    return PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml")).training.min_gain
+
+
+def find_offered_targets(plant: Plant, number: int) -> tuple[list[ProfileTarget], Message]:
+    """Return the targets of a profile that may be proposed, largest attainable gain first, and a line that counts them.
+
+    Raises: ProfileError, ConfigError.
+    """
+    workspace, least = plant.workspace, find_least_gain(plant)
+    agents = AgentsPolicy.load(workspace.policy_path("agents.yaml"))
+    commit = plant.ledger.read("SELECT code_commit FROM profiles WHERE id = :id", id=number)[0]["code_commit"]
+    files = set(filter(agents.is_patchable, repository.read_file_modes(workspace.repository, commit)))
+    profile, *earlier = read_recent_profiles(plant.ledger, number)
+    found = find_targets(profile, files, earlier)
+    return [target for target in found if target.can_gain(least)], describe_offered_targets(found, least)
 
 
 @dataclass(frozen=True)
@@ -112,11 +177,13 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
     with plant.ledger.begin() as tx:
         number = insert_row(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record_event(tx, "profiled", Subject("profile", number), {"commit": commit})
+    plant.print_line(find_offered_targets(plant, number)[1])
     return number
 
 
 def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]:
-    """Return the profiler's arguments for a recipe, with the precision and kernels that a segment would have if it were planned now."""
+    """Return the profiler's arguments for a recipe, with the precision and kernels that a segment would have if it were planned now, and with
+    the best rates that are known of this machine."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
 
@@ -130,7 +197,12 @@ def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]
     recipe, computed, _ = compute_settings.choose_compute_settings(plant.workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    return ["--recipe", str(given), "--kernels", str(compute_settings.write_kernels_file(folder, computed))]
+    rates = find_best_rates(plant.ledger, str(describe_this_machine()), recipe.precision)
+    return [
+        *("--recipe", str(given)),
+        *("--kernels", str(compute_settings.write_kernels_file(folder, computed))),
+        *(["--rates", *map(repr, rates)] if rates else []),
+    ]
 
 
 def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = ProfileOptions()) -> Path:

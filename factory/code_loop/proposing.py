@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import find_targets, select_worthwhile_targets
+from agents.kernel_engineer.targets import select_worthwhile_targets
 from agents.loop.role import Role
 from agents.recipe_scout import scout
 from agents.recipe_scout.role import RecipeScout
@@ -34,7 +34,14 @@ from factory.code_loop.agent_runs import (
     needs_language_model,
     print_why_nothing_proposed,
 )
-from factory.code_loop.profiling import QUICK, profile_live_code, read_profile
+from factory.code_loop.profiling import (
+    QUICK,
+    find_least_gain,
+    find_offered_targets,
+    profile_live_code,
+    read_profile,
+    read_recent_profiles,
+)
 from factory.code_loop.revalidating import revalidate_merged_patches
 from factory.code_loop.submitting import WRITTEN, judge_proposal, remove_remains_and_get_live_commit, submit_proposal
 from factory.code_loop.workbench import LiveWorkbench
@@ -120,7 +127,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count, by=bench.by)
     work_on = begin_or_continue_runs(runs, bench, bench.base, count)
-    return _with_model(runs, work_on, bench, partial(make_kernel_engineer, bench.plant.ledger), submit)
+    return _with_model(runs, work_on, bench, partial(make_kernel_engineer, bench.plant), submit)
 
 
 def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
@@ -134,8 +141,9 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
         number = _profile(bench)
         aims = [runs.options.target]
         if count > 1:
-            promising = find_targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
-            names = [target.name for target in select_worthwhile_targets(promising, bench.list_earlier_proposals)]
+            promising, _ = find_offered_targets(runs.plant, number)
+            least = find_least_gain(runs.plant)
+            names = [one.name for one in select_worthwhile_targets(promising, bench.list_earlier_proposals, least)]
             # A run without a target works on the first target.
             taken = {run.target or next(iter(names), "") for run in found}
             aims = [name for name in names if name not in taken] or ([] if found else aims)
@@ -143,9 +151,10 @@ def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, cou
     return found
 
 
-def make_kernel_engineer(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
-    """Return the role of the kernel engineer for a run. Raises: ProfileError if the run's profile can no longer be read."""
-    return KernelEngineer(_read(ledger, run.profile), bench, run.target)
+def make_kernel_engineer(plant: Plant, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
+    """Return the role of the kernel engineer for a run. Raises: ProfileError if the run's profile can no longer be read; ConfigError."""
+    profile, *earlier = read_recent_profiles(plant.ledger, run.profile)
+    return KernelEngineer(profile, bench, run.target, earlier, find_least_gain(plant))
 
 
 def _profile(bench: LiveWorkbench) -> int:

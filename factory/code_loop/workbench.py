@@ -110,7 +110,7 @@ class LiveWorkbench:
 
     def files(self, patchable: bool = False) -> list[str]:
         """Return the paths of the live code's files that agents may read. ``patchable``: only those that agents may patch."""
-        wanted = self.agents_policy.is_patchable if patchable else self.agents_policy.is_readable
+        wanted = self.agents_policy.is_patchable if patchable else self.agents_policy.is_shown
         return sorted(filter(wanted, self.file_modes))
 
     def read(self, path: str) -> str:
@@ -138,7 +138,7 @@ class LiveWorkbench:
         return self.written[path]
 
     def _refuse(self, path: str) -> None:
-        if not self.agents_policy.is_readable(path) or path not in self.file_modes:
+        if not self.agents_policy.is_shown(path) or path not in self.file_modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:

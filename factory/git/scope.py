@@ -116,6 +116,9 @@ class ScopeRule(StrictPolicy):
         return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
 
 
+NATIVE = (".cpp", ".cu", ".cuh", ".h")  # sources that agents may read beside the Python that runs them
+
+
 class AgentsPolicy(StrictPolicy):
     """``policies/agents.yaml``: what agents may change, and what they may spend."""
 
@@ -148,6 +151,16 @@ class AgentsPolicy(StrictPolicy):
     def is_readable(self, path: str) -> bool:
         """Return whether a path is in scope, for patching or only for reading."""
         return any(rule.covers(path) for rule in self.scope)
+
+    def is_shown(self, path: str) -> bool:
+        """Return whether agents may read a path: what is in scope, and native sources beside Python that is in scope.
+
+        >>> policy = AgentsPolicy(scope=[ScopeRule(paths="kernels/**", suffixes=[".py"])])
+        >>> [policy.is_shown(path) for path in ("kernels/swiglu/swiglu.cpp", "factory/x.cpp", "kernels/notes.md")]
+        [True, False, False]
+        """
+        stem, dot, suffix = path.rpartition(".")
+        return self.is_readable(path) or (dot + suffix in NATIVE and self.is_readable(f"{stem}.py"))
 
     def is_protected(self, path: str) -> bool:
         """Return whether only people may change a path. Upper and lower case count as equal, as on some file systems.

@@ -19,7 +19,13 @@ from agents.core.untrusted import fold_to_one_line, quote_as_data, shorten_text
 from agents.core.workbench import AgentWrittenLines, EarlierProposal, MeasurementError
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, select_worthwhile_targets
+from agents.kernel_engineer.targets import (
+    ProfileTarget,
+    describe_offered_targets,
+    find_named_target,
+    find_targets,
+    select_worthwhile_targets,
+)
 from agents.kernel_engineer.tools import EvidenceReader
 from agents.llm.client import LlmClient
 from agents.llm.exchange import LlmError
@@ -99,7 +105,7 @@ def test_the_agent_reads_files_and_proposes_a_kernel_that_passes(start: Start) -
     assert "3e+06 bytes" in drafted.hypothesis and "(predicted: 1.006 times)" in drafted.hypothesis
     assert "llm.again" in codes(said)  # the 429
     first, last = server.requests[0]["messages"], server.requests[-1]["messages"]
-    assert "10.0% of the eager step" in first[1]["content"] and "1.111 times" in first[1]["content"]
+    assert "10.0% of the step" in first[1]["content"] and "1.111 times" in first[1]["content"]
     answers = {m["tool_call_id"]: m["content"] for m in last if m["role"] == "tool"}
     assert "def reference(gate_XF" in answers["call_0"] and "20% of the roofline" in answers["call_1"]
     assert "trainer/model/transformer.py:99" in answers["call_2"] and "could be fused" in answers["call_2"]
@@ -266,6 +272,43 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
     closed = lambda name: [EarlierProposal("", "hold", closed=name == "kernel:swiglu")]
     assert select_worthwhile_targets(found, closed)[0].op == "attention"
     assert select_worthwhile_targets(found[2:], lambda _: []) == []  # too small to be measured
+
+
+def test_a_target_has_the_median_and_the_range_of_several_profiles(bench: LiveWorkbench) -> None:
+    """All profiles are measured against the rates of the newest: a moment in which another program was busy moves no target."""
+    files = set(bench.files(patchable=True))
+
+    def with_share(share: float, rates: float = 1.0) -> dict[str, Any]:
+        made = profile()
+        line = next(line for line in made["lines"] if line["op"] == "swiglu")
+        line["share"], line["roofline"] = share, line["roofline"] / rates
+        made["matmul_flops_per_s"] *= rates
+        made["memory_bytes_per_s"] *= rates
+        return made
+
+    (target, *_) = find_targets(profile(), files, [with_share(0.05), with_share(0.9)])
+    assert target.name == "kernel:swiglu" and target.profiles == 3
+    assert (target.share, target.attainable) == pytest.approx((0.1, 0.08))
+    assert (target.least_attainable, target.most_attainable) == pytest.approx((0.04, 0.72))
+    found = find_targets(profile(), files, [with_share(0.1, rates=0.5)])
+    same = next(target for target in found if target.op == "swiglu")
+    assert (same.least_attainable, same.most_attainable) == pytest.approx((0.08, 0.08))
+    assert find_targets(profile(), files)[0].profiles == 1
+
+
+def test_a_target_without_which_the_step_gains_too_little_is_never_offered(bench: LiveWorkbench) -> None:
+    found = find_targets(profile(), set(bench.files(patchable=True)))
+    assert [target.can_gain(1.02) for target in found] == [True, True, False]
+    told = describe_offered_targets(found, 1.02)
+    assert (told.data["offered"], told.data["targets"], told.data["left"]) == (2, 3, 1)
+    assert [best.data["target"] for best in told.data["best"]] == ["swiglu", "attention"]
+    with refused("kernel_engineer.too_small", TargetError, target="trainer/model/transformer.py:99", least=1.02):
+        find_named_target("trainer/model/transformer.py:99", found, profile())
+    assert find_named_target("trainer/model/transformer.py:99", found, profile(), least_gain=1.005).share == 0.01
+    with refused("kernel_engineer.too_small", TargetError):
+        KernelEngineer(profile(), bench, "swiglu", least_gain=1.2).choose_task(1)
+    assert select_worthwhile_targets(found, lambda _: [], least_gain=1.08)[0].op == "swiglu"
+    assert select_worthwhile_targets(found, lambda _: [], least_gain=1.09) == []
 
 
 def test_a_person_can_name_an_op_or_a_line_as_the_target(bench: LiveWorkbench) -> None:

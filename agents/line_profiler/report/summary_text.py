@@ -13,18 +13,33 @@ def shorten_lines(lines: tuple[str, ...], most: int = 4) -> str:
 
 def write_profile_summary(profile: Profile) -> str:
     """Step times, coverage and cross-checks, as text."""
-    difference = profile.eager_step_s - profile.covered_s
+    difference = profile.step_s - profile.covered_s
     check = profile.cross_check
-    parts = [
+    numbers = {
+        "step_ms": profile.step_s * 1e3,
+        "covered_ms": profile.covered_s * 1e3,
+        "coverage": profile.coverage,
+        "difference_ms": difference * 1e3,
+    }
+    coverage = (
         Message(
+            "line_profiler.compiled_coverage",
+            "The compiled step takes {step_ms:.0f} ms without a profiler. The times of the lines add up to "
+            "{covered_ms:.0f} ms ({coverage:.0%}), a difference of {difference_ms:+.0f} ms. The time of a fused kernel is divided among its lines "
+            "in the proportion of their eager times. The eager step takes {eager_ms:.0f} ms.",
+            **numbers,
+            eager_ms=profile.eager_step_s * 1e3,
+        )
+        if profile.compiled
+        else Message(
             "line_profiler.coverage",
             "The eager step takes {step_ms:.0f} ms without a profiler. The times of the lines add up to "
             "{covered_ms:.0f} ms ({coverage:.0%}), a difference of {difference_ms:+.0f} ms.",
-            step_ms=profile.eager_step_s * 1e3,
-            covered_ms=profile.covered_s * 1e3,
-            coverage=profile.coverage,
-            difference_ms=difference * 1e3,
-        ),
+            **numbers,
+        )
+    )
+    parts = [
+        coverage,
         Message(
             "line_profiler.overhead",
             "The stopwatch adds {added_ms:.0f} ms to a step. This cost was measured separately, and is subtracted in "
@@ -33,7 +48,7 @@ def write_profile_summary(profile: Profile) -> str:
         ),
         Message(
             "line_profiler.cross_check",
-            "On the same batch, torch.profiler measures {torch_ms:.0f} ms in operations. The times of the lines add "
+            "In the eager step, torch.profiler measures {torch_ms:.0f} ms in operations. The times of its lines add "
             "up to {lines_ms:.0f} ms ({ratio:.0%}), a difference of {difference_ms:+.0f} ms.",
             torch_ms=check.torch_s * 1e3,
             lines_ms=check.lines_s * 1e3,
@@ -56,15 +71,11 @@ def write_profile_summary(profile: Profile) -> str:
                 failed=len(alone.not_measured),
             )
         )
-    if profile.recipe["compile"]:
+    if profile.recipe["compile"] and not profile.compiled:
         parts.append(
             Message(
-                "line_profiler.compiled",
-                "The recipe compiles its blocks, and compiled blocks hide their lines. The table therefore shows the "
-                "eager step, without compilation.",
+                "line_profiler.not_compiled",
+                "The recipe compiles its blocks, but the table shows the eager step, because the compiled step was not profiled.",
             )
         )
-        if profile.recipe_step_s is not None:
-            ms = profile.recipe_step_s * 1e3
-            parts.append(Message("line_profiler.compiled_step", "The compiled step takes {ms:.0f} ms.", ms=ms))
     return " ".join(parts)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from agents.kernel_engineer.targets import find_targets
 from agents.line_profiler import profile_schema, session
 from agents.line_profiler.__main__ import main
 from agents.line_profiler.profile_schema import Profile
@@ -19,19 +20,23 @@ from factory.code_loop.profiling import (
     FORMAT,
     ProfileError,
     ProfileOptions,
+    find_best_rates,
     find_recipe,
     profile_live_code,
     read_profile,
+    read_recent_profiles,
     run_profiler,
 )
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import find_checkout_root
-from factory.ledger.ledger import profiles
+from factory.ledger.ledger import Ledger, profiles
 from factory.ledger.plant import Plant
+from factory.ledger.writing import insert_row
 from factory.runs.live_code import LiveCode
 from factory.show.mlflow.runs import MlflowTracking
 from tests.support.factory.code_loop import make
+from tests.support.factory.engineer import profile
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 
@@ -92,6 +97,59 @@ def test_the_error_contains_the_profilers_output(tmp_path: Path) -> None:
 def test_a_profile_of_another_format_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"format": 2}')
-    with refused("code_loop.profile_format", ProfileError, found=2, expected=3):
+    with refused("code_loop.profile_format", ProfileError, found=2, expected=4):
         read_profile(path)
     assert FORMAT == profile_schema.FORMAT
+
+
+def test_a_profile_of_the_format_before_is_read_as_one_of_the_eager_step(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    new = {"format", "compiled", "step_s", "machine", "machine_facts"}
+    path.write_text(json.dumps({"format": 3} | {key: value for key, value in profile().items() if key not in new}))
+    found = read_profile(path)
+    assert (found["compiled"], found["step_s"]) == (False, 1.0)
+    assert find_targets(found, {"kernels/swiglu/__init__.py"})[0].attainable == pytest.approx(0.08)
+
+
+def record_profile(ledger: Ledger, path: Path, commit: str, found: dict[str, object], **summary: object) -> int:
+    path.write_text(json.dumps(found))
+    with ledger.begin() as tx:
+        return insert_row(tx, profiles, code_commit=commit, path=str(path), summary=summary, created_at=1.0)
+
+
+def test_the_recent_profiles_are_those_of_one_commit_recipe_and_machine(tmp_path: Path) -> None:
+    ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
+    alike = profile()
+    mine = [record_profile(ledger, tmp_path / f"{n}.json", "a" * 40, alike | {"step_s": float(n)}) for n in range(7)]
+    record_profile(ledger, tmp_path / "machine.json", "a" * 40, alike | {"machine": "another"})
+    record_profile(ledger, tmp_path / "recipe.json", "a" * 40, alike | {"recipe": {"compile": True}})
+    record_profile(ledger, tmp_path / "commit.json", "b" * 40, alike)
+    (tmp_path / "6.json").write_text("not JSON")
+    (tmp_path / "5.json").unlink()
+    assert [found["step_s"] for found in read_recent_profiles(ledger, mine[2])] == [2.0, 4.0, 3.0, 1.0, 0.0]
+
+
+def test_the_best_rates_of_a_machine_are_remembered_for_a_while(tmp_path: Path) -> None:
+    """One profile that a busy moment spoiled changes nothing. A rate that was wrong is forgotten after ``REMEMBERED`` profiles."""
+    ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
+
+    def measured(flops: object, rate: object, machine: str = "here", precision: str = "bf16") -> None:
+        summary = {
+            "machine": machine,
+            "precision": precision,
+            "measured_flops_per_s": flops,
+            "measured_bytes_per_s": rate,
+        }
+        record_profile(ledger, tmp_path / "profile.json", "a" * 40, {}, **summary)
+
+    assert find_best_rates(ledger, "here", "bf16") is None
+    measured(9e11, 2e10)
+    measured(1e11, 4e10)
+    measured(5e15, 5e15, machine="elsewhere")
+    measured(7e15, 7e15, precision="fp32")
+    measured("much", float("inf"))
+    record_profile(ledger, tmp_path / "profile.json", "a" * 40, {})  # of a version that told no machine
+    assert find_best_rates(ledger, "here", "bf16") == (9e11, 4e10)
+    for _ in range(profiling.REMEMBERED):
+        measured(2e11, 1e10)
+    assert find_best_rates(ledger, "here", "bf16") == (2e11, 1e10)

@@ -38,8 +38,9 @@ def profile(op: str = "swiglu") -> dict[str, Any]:
                 "isolated_spread_s": None}  # fmt: skip
 
     return {
-        "format": 3, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "device_kind": "cpu", "torch": "2", "eager_step_s": 1.0,
-        "recipe_step_s": 0.9, "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
+        "format": 4, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "device_kind": "cpu", "machine": "cpu-avx2 (x, 2 threads)",
+        "machine_facts": {"L2 cache": "1024 KiB", "vector units": "avx2, fma"}, "torch": "2", "compiled": False, "step_s": 1.0, "eager_step_s": 1.0,
+        "recipe_step_s": 0.9, "precision": "bf16", "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
         "lines": [
             line("kernels/attention/__init__.py", 25, "attention", 0.4, 0.9),
             line("trainer/contract/data/packing.py", 9, "", 0.3, 0.1),
@@ -47,7 +48,9 @@ def profile(op: str = "swiglu") -> dict[str, Any]:
             line("trainer/model/transformer.py", 99, "", 0.01, 0.1),
         ],
         "ops": [{"op": op, "implementation": "reference", "calls": 4.0, "forward_s": 0.04, "backward_s": 0.06, "share": 0.1,
-                 "in_block": True, "trained": True, "implementations": {"reference": "plain"}}],
+                 "in_block": True, "trained": True, "implementations": {"reference": "plain", "native": "C++"},
+                 "called_with": [{"calls": 4, "arguments": ["bfloat16[1024, 384] strides (768, 1)", "bfloat16[1024, 384] strides (768, 1)"]}],
+                 "implementation_s": {"reference": 0.0021}}],
         "edges": [{"source": f"kernels/{op}/__init__.py:18#{op}", "target": "trainer/model/transformer.py:99", "conditional": False, "bytes": 1e6}],
         "fusion_candidates": [{"lines": [f"kernels/{op}/__init__.py:18#{op}"], "intermediates": 1, "bytes_saved": 3e6, "gain_s": 0.01,
                                "gain_share": 0.01}],
