@@ -9,6 +9,7 @@ Of a function that torch.compile traced, the traced parts count as executed. A T
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import zlib
@@ -20,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 RECORDER_FILE = Path(__file__)
+NATIVE_LIBRARY = re.compile(r"/factory-kernels[^/\s]*/([\w.]+)-[0-9a-f]{32}\.so")  # kernels.native.load_library
 Instruction = tuple[str, int]  # (name of a code object by ``make_code_object_name``, offset in it)
 SourceSpan = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
@@ -50,18 +52,27 @@ def iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
         pending += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
+def list_native_libraries() -> list[str]:
+    """Return the names of the C++ libraries of ``kernels.native`` that this process has loaded: ``swiglu``, or ``swiglu.fused`` for a second file."""
+    try:
+        return sorted(set(NATIVE_LIBRARY.findall(Path("/proc/self/maps").read_text())))
+    except OSError:
+        return []
+
+
 @dataclass
 class ExecutedCode:
     """The code that was executed, by path in the worktree.
 
     lines: line numbers. instructions: the executed instructions of the requested files. traced: the places in the requested files that torch.compile
-    traced. launched: (first line, last line) of each launched Triton kernel.
+    traced. launched: (first line, last line) of each launched Triton kernel. native: the names of the loaded C++ libraries of ``kernels.native``.
     """
 
     lines: dict[str, set[int]] = field(default_factory=dict)
     instructions: dict[str, set[Instruction]] = field(default_factory=dict)
     traced: dict[str, set[SourceSpan]] = field(default_factory=dict)
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    native: set[str] = field(default_factory=set)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Add a record of ``ExecutionRecorder.to_json``. Raises: KeyError, TypeError, ValueError for a malformed record."""
@@ -73,9 +84,12 @@ class ExecutedCode:
             self.traced.setdefault(path, set()).update((int(a), int(b), int(c), int(d)) for a, b, c, d in places)
         for path, spans in record["launched"].items():
             self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
+        self.native.update(str(name) for name in record.get("native", ()))
 
     def merge_executed_code(self, other: ExecutedCode) -> None:
-        self.add_record({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
+        self.add_record(
+            {name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched", "native")}
+        )
 
 
 class ExecutionRecorder:
@@ -101,12 +115,13 @@ class ExecutionRecorder:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
 
-    def to_json(self) -> dict[str, dict[str, list[Any]]]:
+    def to_json(self) -> dict[str, Any]:
         kinds = {name: getattr(self, name) for name in ("lines", "instructions", "traced", "launched")}
-        return {
+        by_kind: dict[str, Any] = {
             name: {os.path.relpath(path, self.root): sorted(found) for path, found in by_path.items()}
             for name, by_path in kinds.items()
         }
+        return by_kind | {"native": list_native_libraries()}
 
     def watch_compiler(self) -> None:
         """Also record the code that torch.compile and Triton execute instead of Python. Imports torch."""

@@ -13,11 +13,12 @@ import ast
 import builtins
 import dis
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, make_code_object_name
+from factory.gates.patch.native_rules import NATIVE_SUFFIXES
 
 # Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {
@@ -39,8 +40,8 @@ class UnexecutedPart:
 
     @property
     def required_device(self) -> str:
-        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``."""
-        return "cuda" if self.path.endswith("triton.py") else ""
+        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``, CUDA C++ in .cu and .cuh."""
+        return "cuda" if self.path.endswith(("triton.py", ".cu", ".cuh")) else ""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.source}"
@@ -83,6 +84,24 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
             inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
             found[where.lineno] = UnexecutedPart(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
     return [found[line] for line in sorted(found)]
+
+
+def find_unexecuted_native_files(
+    paths: Iterable[str], checked_ops: Collection[str], executed: ExecutedCode
+) -> list[UnexecutedPart]:
+    """Return the changed C++ files that no run executed, each as a whole, because nothing records the lines of C++.
+
+    A file of ``kernels/<op>/`` counts as executed if the op checks called the op, and a run loaded a library of its folder. A header that all ops
+    share (``kernels/native/``) counts as executed if a run loaded any library.
+    """
+    found = []
+    for path in paths:
+        if path.endswith(NATIVE_SUFFIXES):
+            folder = path.split("/")[1]
+            own = {name for name in executed.native if name == folder or name.startswith(f"{folder}.")}
+            if not (executed.native if folder == "native" else own and folder in checked_ops):
+                found.append(UnexecutedPart(path, 1, "the whole file"))
+    return found
 
 
 def find_changed_lines(base: str, text: str) -> set[int]:

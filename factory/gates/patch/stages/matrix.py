@@ -19,7 +19,11 @@ from factory.gates.patch.execution_recorder import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
-from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart, find_unexecuted_parts
+from factory.gates.patch.matrix.unexecuted_code import (
+    UnexecutedPart,
+    find_unexecuted_native_files,
+    find_unexecuted_parts,
+)
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.stage_interface import (
     PatchCase,
@@ -47,8 +51,10 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    if not any(path.endswith(".py") for path in case.changed_paths):
-        return StageResult(make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
+    if not case.changes_code:
+        return StageResult(
+            make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python and no C++ file."))
+        )
     rounds, runs, same, executed = may_round_differently(case), 0, 0, ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     cases: Sequence[MatrixCase] = CASES
@@ -202,8 +208,10 @@ def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
 
 
 def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode) -> list[UnexecutedPart]:
-    """Return the parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
-    found = []
+    """Return the parts of the patch that neither the tiny runs nor the op checks executed."""
+    answers = case.handed_on.get("oracle")
+    checked = {job["op"] for job in answers.jobs} if answers else set()
+    found = find_unexecuted_native_files(case.changed_paths, checked, executed)
     for change in case.changes:
         if change.path.endswith(".py") and change.content is not None:
             base = (case.read_base_file(change.path) or b"").decode("utf-8", "replace")
