@@ -308,7 +308,7 @@ agent_runs = sa.Table(  # runs of a language model on a proposal or a diagnosis;
     C("asked", T, nullable=False),  # the target that a person named, or ''
     C("base_commit", T, nullable=False),
     C("profile", N, nullable=False),
-    C("state", T, nullable=False),  # 'running' → 'proposed' | 'worded' | 'nothing' | 'abandoned'
+    C("state", T, nullable=False),  # 'running' → 'proposed' | 'worded' | 'declined' | 'nothing' | 'abandoned'
     C("proposal", N),
     C("why", T),
     C("created_at", F, nullable=False),

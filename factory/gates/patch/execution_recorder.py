@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 import threading
 import zlib
@@ -26,6 +27,7 @@ from typing import Any
 
 RECORDER_FILE = Path(__file__)
 WATCH_FILE = RECORDER_FILE.with_name("watch_conditions.py")
+NATIVE_LIBRARY = re.compile(r"/factory-kernels[^/\s]*/([\w.]+)-[0-9a-f]{32}\.so")  # kernels.native.load_library
 Instruction = tuple[str, int]  # (name of a code object by ``make_code_object_name``, offset in it)
 SourceSpan = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 ConditionResult = tuple[
@@ -51,13 +53,21 @@ def iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
 KINDS = ("lines", "instructions", "traced", "launched", "conditions")
 
 
+def list_native_libraries() -> list[str]:
+    """Return the names of the C++ libraries of ``kernels.native`` that this process has loaded: ``swiglu``, or ``swiglu.fused`` for a second file."""
+    try:
+        return sorted(set(NATIVE_LIBRARY.findall(Path("/proc/self/maps").read_text())))
+    except OSError:
+        return []
+
+
 @dataclass
 class ExecutedCode:
     """The code that was executed, by path in the worktree.
 
     lines: line numbers. instructions: the executed instructions of functions with watched lines. traced: the places in the watched files that
     torch.compile traced. launched: (first line, last line) of each launched Triton kernel. conditions: the results of the conditions in watched
-    lines.
+    lines. native: the names of the loaded C++ libraries of ``kernels.native``.
     """
 
     lines: dict[str, set[int]] = field(default_factory=dict)
@@ -65,6 +75,7 @@ class ExecutedCode:
     traced: dict[str, set[SourceSpan]] = field(default_factory=dict)
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     conditions: dict[str, set[ConditionResult]] = field(default_factory=dict)
+    native: set[str] = field(default_factory=set)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Add a record of ``ExecutionRecorder.to_json``. Raises: KeyError, TypeError, ValueError for a malformed record."""
@@ -78,9 +89,10 @@ class ExecutedCode:
             self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
         for path, results in record["conditions"].items():
             self.conditions.setdefault(path, set()).update((int(number), str(result)) for number, result in results)
+        self.native.update(str(name) for name in record.get("native", ()))
 
     def merge_executed_code(self, other: ExecutedCode) -> None:
-        self.add_record({name: getattr(other, name) for name in KINDS})
+        self.add_record({name: getattr(other, name) for name in (*KINDS, "native")})
 
 
 def _load_watch_module() -> Any:
@@ -149,12 +161,13 @@ class ExecutionRecorder:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
 
-    def to_json(self) -> dict[str, dict[str, list[Any]]]:
+    def to_json(self) -> dict[str, Any]:
         kinds = {name: getattr(self, name) for name in KINDS}
-        return {
+        by_kind: dict[str, Any] = {
             name: {os.path.relpath(path, self.root): sorted(found) for path, found in by_path.items()}
             for name, by_path in kinds.items()
         }
+        return by_kind | {"native": list_native_libraries()}
 
     def watch_compiler(self) -> None:
         """Also record the code that torch.compile and Triton execute instead of Python. Imports torch."""

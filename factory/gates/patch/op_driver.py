@@ -7,9 +7,10 @@ It never sees the right ones. If the request has ``watched``, the record of exec
 REQUEST is the path of a JSON object. ``device`` ('cpu' or 'cuda') computes everything. ``recorder`` is the path of
 ``factory.gates.patch.execution_recorder``. ``watched`` has the lines to record by path in the worktree. ``jobs`` is a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has no ``case``.
-With a ``swap`` (a seed), two elements of each tensor are exchanged. Jobs of one op with the same ``storage`` get their data in the same tensors, one
-after the other, and their results are read again after the op's last job (``later …``). If an op raises an exception, the answer is ``raised``. The
-driver does not judge. ``skips_unknown``: jobs of implementations that the code lacks are left out.
+With a ``swap`` (a seed), two elements of each tensor are exchanged. A ``number`` is that of the job's files, if it is not the job's place in the
+list. Jobs of one op with the same ``storage`` get their data in the same tensors, one after the other, and their results are read again after the
+op's last job (``later …``). If an op raises an exception, the answer is ``raised``. The driver does not judge. ``skips_unknown``: jobs of
+implementations that the code lacks are left out.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def write_job_answers(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # answers that wait for the op's last call
     launches: LaunchCounter | None = None
-    for number, job in enumerate(jobs):
-        if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
+    for place, job in enumerate(jobs):
+        number = job.get("number", place)
+        if any(job[key] != jobs[place - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
         words = json.loads((inputs_folder / f"given-{number}.json").read_text())
         loaded = load_file(inputs_folder / f"given-{number}.safetensors")

@@ -18,11 +18,12 @@ import builtins
 import dis
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, make_code_object_name
+from factory.gates.patch.native_rules import NATIVE_SUFFIXES
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.watch_conditions import Condition, compile_watched
 from factory.gates.stage_interface import PatchCase
@@ -54,8 +55,8 @@ class UnexecutedPart:
 
     @property
     def required_device(self) -> str:
-        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``."""
-        return "cuda" if self.path.endswith("triton.py") else ""
+        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``, CUDA C++ in .cu and .cuh."""
+        return "cuda" if self.path.endswith(("triton.py", ".cu", ".cuh")) else ""
 
     @property
     def message(self) -> Message:
@@ -214,6 +215,24 @@ def iterate_python_changes(case: PatchCase[PatchPolicy]) -> Iterator[tuple[str, 
             texts = case.read_base_file(change.path), change.content
             base, text = ((content or b"").decode("utf-8", "replace") for content in texts)
             yield change.path, base, text
+
+
+def find_unexecuted_native_files(
+    paths: Iterable[str], checked_ops: Collection[str], executed: ExecutedCode
+) -> list[UnexecutedPart]:
+    """Return the changed C++ files that no run executed, each as a whole, because nothing records the lines of C++.
+
+    A file of ``kernels/<op>/`` counts as executed if the op checks called the op, and a run loaded a library of its folder. A header that all ops
+    share (``kernels/native/``) counts as executed if a run loaded any library.
+    """
+    found = []
+    for path in paths:
+        if path.endswith(NATIVE_SUFFIXES):
+            folder = path.split("/")[1]
+            own = {name for name in executed.native if name == folder or name.startswith(f"{folder}.")}
+            if not (executed.native if folder == "native" else own and folder in checked_ops):
+                found.append(UnexecutedPart(path, 1, "the whole file"))
+    return found
 
 
 def find_changed_lines(base: str, text: str) -> set[int]:

@@ -22,6 +22,7 @@ from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, 
 from factory.gates.patch.matrix.sized_cases import SizedRuns, make_sized_runs
 from factory.gates.patch.matrix.unexecuted_code import (
     UnexecutedPart,
+    find_unexecuted_native_files,
     find_unexecuted_parts,
     find_unexecuted_removals,
     find_watched_lines,
@@ -55,8 +56,10 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    if not any(path.endswith(".py") for path in case.changed_paths):
-        return StageResult(make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
+    if not case.changes_code:
+        return StageResult(
+            make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python and no C++ file."))
+        )
     rounds, runs, same, executed, old = may_round_differently(case), 0, 0, ExecutedCode(), ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     sized = make_sized_runs(_find_recipe(case))
@@ -224,18 +227,20 @@ def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
 def find_unexecuted_changes(
     case: PatchCase[PatchPolicy], executed: ExecutedCode, old: ExecutedCode
 ) -> list[UnexecutedPart]:
-    """Return the parts of the patch's Python files that neither the tiny runs nor the op checks executed, and the conditions without one result.
+    """Return the parts of the patch that neither the tiny runs nor the op checks executed, and the conditions without one result.
 
     ``executed``: what the patched code executed. ``old``: what the old code executed; removed lines are looked up there. If a removed line of an
     op is missing there, the old code answers the op checks, too: an implementation that the patch chooses was perhaps not chosen before.
     """
-    found = [
+    answers: OpAnswers | None = case.handed_on.get("oracle")
+    checked = {job["op"] for job in answers.jobs} if answers else set()
+    found = find_unexecuted_native_files(case.changed_paths, checked, executed)
+    found += [
         part
         for path, base, text in iterate_python_changes(case)
         for part in find_unexecuted_parts(path, base, text, executed)
     ]
     removals = _find_removals(case, old)
-    answers: OpAnswers | None = case.handed_on.get("oracle")
     if answers and any(part.path.startswith("kernels/") for part in removals):
         lines = find_watched_lines(case, old=True)
         limit = case.policy.matrix.wall_seconds
