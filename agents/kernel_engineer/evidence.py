@@ -150,7 +150,11 @@ def find_neighbours(profile: Mapping[str, Any], target: ProfileTarget) -> list[s
 
 def describe_earlier_work(profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> str:
     """What was proposed for the target and for its neighbours, with verdicts and reasons."""
-    found = [tools.quote_earlier_proposals(workbench.list_earlier_proposals(target.name))]
+    found = [
+        tools.quote_earlier_proposals(
+            workbench.list_earlier_proposals(target.name), workbench.list_earlier_tries(target.name)
+        )
+    ]
     words = [
         f"{name}: {attempt.outcome or 'not judged'}: {attempt.title}: {_shorten_reason(attempt)}"
         for name in find_neighbours(profile, target)

@@ -123,7 +123,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 runs=runs, same=same,
             ),
             **measured,
-        )
+        ),
+        handed_on=same == runs,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             (CANDIDATE, case.candidate, case.applied.commit),
         )
     )
-    new_code = any(path.endswith(".py") for path in case.changed_paths)
+    new_code = case.changes_code
     same_bits = case.handed_on.get("matrix") is True and devices.get_device_kind() == "cpu"
     suspicions = Suspicions(new_code, new_code and same_bits and not may_round_differently(case))
     policy = case.policy.training
