@@ -43,7 +43,6 @@ CALLED_BY_LIBRARIES = {
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
     "cut_piece": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
-    "thaw": "continues what freezer.freeze stopped; the gate's timing session, which stops one side for the other, comes next",
     "multi_token_logits": "the logits that a server drafts with; training has only their loss, and tests compare them with transformers",
 }
 

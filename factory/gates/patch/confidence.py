@@ -13,6 +13,8 @@ is a martingale with mean 1 for the true μ, whatever σ. By Ville's inequality 
 interval holds all μ with G_n(μ) < 1/``error``.
 Source: T. L. Lai, On confidence sequences, Annals of Statistics 4 (1976); H. Wang and A. Ramdas, Anytime-valid t-tests and confidence sequences for
 Gaussian means with unknown variance (arXiv 2310.03722, the Gaussian mixture), Ville's inequality in the scale-invariant filtration.
+
+A separate file, because it is mathematics that can be read and checked without the gate.
 """
 
 from __future__ import annotations
