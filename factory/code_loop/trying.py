@@ -294,7 +294,7 @@ class Tries:
         names = sorted({one.op for trial in trials for one in trial.ops})
         jobs = make_oracle_jobs(oracle, [ChangedOp(name, "", "") for name in names], self.start.recipe["precision"])
         missing, truth_s = None, 0.0
-        asked = {"device": devices.get_device_kind(), **make_recorder_request(())}
+        asked = {"device": devices.get_device_kind(), **make_recorder_request({})}
         if jobs:
             request = questions / "request.json"
             request.write_text(json.dumps(asked | {"jobs": jobs}))

@@ -402,7 +402,7 @@ class _OpenSessions:
         """Whether the memory is enough for another trainer beside that of a side."""
         import psutil
 
-        used = read_process_tree(self._sessions[side].init, MOST_PROCESSES)[1]
+        used = read_process_tree(self._sessions[side].init, MOST_PROCESSES).memory
         return bool(psutil.virtual_memory().available > ROOM * used)
 
     @property

@@ -27,6 +27,7 @@ from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner, list_runs
 from factory.sandbox.cpu_clock import UsedCpuSeconds
+from factory.sandbox.usage import ProcessTree
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, tells
 from trainer.contract.checkpoint.format import Checkpoint
@@ -112,7 +113,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
     made = Sessions(ledger)
     monkeypatch.setattr(paired_rounds, "TimedSession", made.open)
     monkeypatch.setattr(paired_rounds, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(paired_rounds, "read_process_tree", lambda init, most: ([init], 1))
+    monkeypatch.setattr(paired_rounds, "read_process_tree", lambda init, most: ProcessTree([init], 1, 1))
     monkeypatch.setattr(devices, "get_device_kind", lambda: "cpu")
     read = lambda path, part: {"w": torch.zeros(2)} if (path.name, part) == ("checkpoint", "model") else {}
     monkeypatch.setattr(training.checkpoint_files, "read_tensors", read)
@@ -235,7 +236,7 @@ def test_without_room_for_two_one_process_comes_after_the_other(
     if why == "a GPU":
         monkeypatch.setattr(devices, "get_device_kind", lambda: "cuda")
     else:
-        monkeypatch.setattr(paired_rounds, "read_process_tree", lambda init, most: ([init], 1 << 60))
+        monkeypatch.setattr(paired_rounds, "read_process_tree", lambda init, most: ProcessTree([init], 1, 1 << 60))
     found, verdict = judged(plant, POLICY, tmp_path, workspace, new_code=False)
     b, c = "baseline", "candidate"
     first, second = (
