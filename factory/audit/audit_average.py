@@ -16,6 +16,7 @@ import torch
 from factory.audit.live_records import remove_layout_keys
 from factory.audit.policy import AuditPolicy
 from factory.core.errors import FactoryError
+from factory.core.path_removal import remove_path
 from factory.gates.patch.checkpoint_difference import find_checkpoint_difference
 from factory.git import repository
 from factory.ledger.rows import SegmentRow
@@ -107,6 +108,7 @@ def replay_average(runs: ArmRunner, row: SegmentRow, commit: str, wall_seconds: 
     paths = [Path(source["path"]) for source in read_average_plan(runs.plant.ledger, row.id)["sources"]]
     code = repository.checkout_commit(workspace.repository, commit, workspace.worktrees / f"audit-{row.id}")
     output = runs.home / "average"
+    remove_path(output)  # left by a killed process
     words = [
         str(output / "checkpoints"),
         *map(str, paths),

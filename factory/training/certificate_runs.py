@@ -118,7 +118,7 @@ def list_specs_for_both_commits(ledger: Ledger, row: SegmentRow, before: Segment
     """
     spec = make_segment_spec(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
-    known = {
+    known: Spec = {
         "recipe": before.recipe_json,
         "data_plan": replace_erased_token_shards(ledger, read_data_plan(ledger, before)),
         "restart_data": True,
