@@ -85,13 +85,13 @@ def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
         id=number,
     )
     for other in others:
+        if len(found) == RECENT:
+            break
         try:
             profile = read_profile(Path(other["path"]))
         except (OSError, ValueError, KeyError, ProfileError):
             continue
-        if len(found) < RECENT and all(
-            profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")
-        ):
+        if all(profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")):
             found.append(profile)
     return found
 
