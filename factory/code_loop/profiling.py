@@ -48,6 +48,7 @@ USER_ERROR = 2  # the profiler's exit code for an error that its user can correc
 FORMAT = 4  # equals that of agents.line_profiler.profile_schema, which only the profiler's own process imports
 OLDEST_FORMAT = 3  # its lines are those of the eager step
 RECENT = 5  # profiles of one commit, recipe and machine that count together
+QUIET = 1.25  # a profile whose lines take so many times as long as those of the fastest was made beside other programs, and does not count
 REMEMBERED = 20  # profiles of a machine whose rates are remembered: a wrong one is forgotten some day
 
 
@@ -73,7 +74,11 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
-    """Return a profile, and then the newest other profiles of the same commit, recipe and machine: at most ``RECENT`` in all.
+    """Return a profile and the newest other profiles of the same commit, recipe and machine: at most ``RECENT``, without those of busy moments.
+
+    Other programs only add time, and they add it to some lines more than to others: two threads that wait for one another can take a hundred times
+    as long. So the fastest profile is right, and those that took more than ``QUIET`` times as long are left out. The profile itself comes first,
+    or the fastest one in its place.
 
     Raises: ProfileError if the profile itself cannot be read. Others that cannot be read are left out.
     """
@@ -93,7 +98,9 @@ def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
             continue
         if all(profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")):
             found.append(profile)
-    return found
+    fastest = min(found, key=lambda one: one["covered_s"])
+    quiet = [one for one in found if one["covered_s"] <= QUIET * fastest["covered_s"]]
+    return quiet if quiet[0] is found[0] else [fastest, *(one for one in quiet if one is not fastest)]
 
 
 def find_best_rates(ledger: Ledger, machine: str, precision: str) -> tuple[float, float] | None:

@@ -129,6 +129,26 @@ def test_the_recent_profiles_are_those_of_one_commit_recipe_and_machine(tmp_path
     assert [found["step_s"] for found in read_recent_profiles(ledger, mine[2])] == [2.0, 4.0, 3.0, 1.0, 0.0]
 
 
+def test_a_profile_of_a_busy_moment_gives_way_to_the_fastest_one(tmp_path: Path) -> None:
+    ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
+
+    def took(seconds: float) -> int:
+        file = tmp_path / f"{seconds}.json"
+        return record_profile(ledger, file, "a" * 40, profile() | {"covered_s": seconds})
+
+    took(1.2)
+    took(70.0)
+    took(1.0)
+    busy = took(60.0)
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, busy)] == [1.0, 1.2]
+    quiet = took(1.1)
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, quiet)] == [1.1, 1.0, 1.2]
+    (tmp_path / "1.0.json").unlink()
+    (tmp_path / "1.1.json").unlink()
+    (tmp_path / "1.2.json").unlink()
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, busy)] == [60.0, 70.0]
+
+
 def test_the_best_rates_of_a_machine_are_remembered_for_a_while(tmp_path: Path) -> None:
     """One profile that a busy moment spoiled changes nothing. A rate that was wrong is forgotten after ``REMEMBERED`` profiles."""
     ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
