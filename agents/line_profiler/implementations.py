@@ -31,7 +31,11 @@ def time_registered_implementations(
     for op in sorted(ops, key=lambda op: -op.share):
         if op.share < LEAST_SHARE:
             break
-        others = [name for name in op.implementations if name != op.implementation] or [op.implementation]
+        same = {
+            op.implementation,
+            "compiled" if recipe.compile and op.in_block else "",
+        }  # the block compiles the op already
+        others = [name for name in op.implementations if name not in same] or [op.implementation]
         for name in others:
             left = ends - time.monotonic()
             if left <= 0:

@@ -138,16 +138,20 @@ def find_offered_targets(plant: Plant, number: int) -> tuple[list[ProfileTarget]
 @dataclass(frozen=True)
 class ProfileOptions:
     """Options of a profile. ``recipe``: a name or a path; None for the workspace's recipe, or the demo's. ``isolation_s``: seconds for timing single
-    operations outside the step; None for the profiler's default."""
+    operations outside the step. ``implementations_s``: seconds for timing the registered implementations of the slowest ops. None for the
+    profiler's default."""
 
     recipe: str | None = None
     isolation_s: float | None = None
+    implementations_s: float | None = None
 
     def to_arguments(self) -> list[str]:
-        return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
+        given = {"--isolation": self.isolation_s, "--implementations": self.implementations_s}
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
-QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementations themselves
+QUICK = ProfileOptions(isolation_s=0)  # for proposers
+QUICKEST = ProfileOptions(isolation_s=0, implementations_s=0)  # for a proposer that measures implementations itself
 
 
 def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:

@@ -54,7 +54,7 @@ def test_a_profile_is_recorded_in_the_ledger_and_its_files_in_mlflow(monkeypatch
         monkeypatch.setattr(session, name, 0.0)
     monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
-    number = profile_live_code(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
+    number = profile_live_code(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2, implementations_s=2))
     row = made.ledger.select_first(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
