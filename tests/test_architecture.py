@@ -284,6 +284,7 @@ def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
     for name in (
         "factory.gates.patch.op_driver",
         "factory.gates.patch.matrix.train_cases",
+        "factory.code_loop.try_driver",
     ):  # run in the sandbox, from a worktree
         judges.remove(name)
     for name in [

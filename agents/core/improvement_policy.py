@@ -53,7 +53,8 @@ class ImprovementPolicy(StrictSchema):
     """``off``: only 'factory propose' starts the agents. ``when-idle``: the daemon starts them whenever it has nothing else to do.
     ``nightly``: as ``when-idle``, but only in the hours of ``night``."""
     night: Annotated[str, AfterValidator(_hours)] = "22:00-06:00"
-    """The hours in which ``nightly`` may begin a stage, in this machine's time zone."""
+    """The hours in which ``nightly`` may begin a stage, in this machine's time zone. In these hours the daemon also judges held patches again,
+    however busy the machine is."""
     agents: list[Annotated[str, AfterValidator(_known)]] = Field(default=["search", "kernel-engineer"], min_length=1)
     """The agents, in the order in which they work. Each works until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
     per_day: ImprovementBudget = ImprovementBudget()
@@ -66,7 +67,13 @@ class ImprovementPolicy(StrictSchema):
         ...  ImprovementPolicy().allows_stage_at_minute_of_day(0))
         (True, False, False)
         """
-        if self.when != NIGHTLY:
-            return self.when != OFF
+        return self.when != OFF if self.when != NIGHTLY else self.is_night_at_minute_of_day(minute)
+
+    def is_night_at_minute_of_day(self, minute: int) -> bool:
+        """True in the hours of ``night``, whatever ``when`` says.
+
+        >>> [ImprovementPolicy(night="23:00-01:30").is_night_at_minute_of_day(minute) for minute in (0, 89, 90, 22 * 60)]
+        [True, True, False, False]
+        """
         first, last = (int(time[:2]) * 60 + int(time[3:]) for time in self.night.split("-"))
         return first <= minute < last if first <= last else minute >= first or minute < last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agents.core.untrusted import fold_to_one_line
@@ -43,14 +44,19 @@ class Proposal:
     @property
     def patch_id(self) -> str:
         """A hash of the edits alone."""
-        digest = hashlib.sha256()
-        for edit in sorted(self.edits, key=lambda e: e.path):
-            for part in (edit.path, edit.new_text):
-                encoded = part.encode(
-                    "utf-8", "surrogatepass"
-                )  # a text with half a surrogate pair needs an id too; the scope stage refuses it by that id
-                digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        return digest.hexdigest()
+        return hash_edits(self.edits)
+
+
+def hash_edits(edits: Iterable[Edit]) -> str:
+    """A hash of edits, whatever their order."""
+    digest = hashlib.sha256()
+    for edit in sorted(edits, key=lambda e: e.path):
+        for part in (edit.path, edit.new_text):
+            encoded = part.encode(
+                "utf-8", "surrogatepass"
+            )  # a text with half a surrogate pair needs an id too; the scope stage refuses it by that id
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
 
 
 def is_quality_target(target: str) -> bool:

@@ -56,12 +56,37 @@ class QuickCheck:
 
     stage: str  # scope | static | oracle | import
     problems: tuple[str, ...]
-    times: tuple[str, ...] = ()
-    """A line for each op whose choice changes: the op's time outside the step. The code under test measures it, so only its author sees it."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of several patches that an agent tries together."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class TriedVariant:
+    """A row of a table of tries. ``times``: lines about each changed op alone and about whole training steps, beside the present code. The code under
+    test measures them, so only its author sees them. ``known``: nothing was run, because the same edits were tried before in this run."""
+
+    name: str
+    check: QuickCheck
+    times: tuple[str, ...] = ()
+    known: bool = False
+
+
+@dataclass(frozen=True)
+class TryTable:
+    """The results of variants, in order, and a line about the budget of tries."""
+
+    rows: tuple[TriedVariant, ...]
+    budget: str
 
 
 class Workbench(Protocol):
@@ -79,10 +104,18 @@ class Workbench(Protocol):
         """The lines of a file that agents wrote, in order. Raises: UnreadableFileError."""
         ...
 
-    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
-        """Run the gate's first stages on these edits. It compares ``op``, and each op whose choice changes, against fp64 in the
-        sandbox. ``timed``: it also times those ops, within the agent's seconds for measuring.
+    def check(self, edits: Sequence[Edit], op: str = "") -> QuickCheck:
+        """Run the gate's first stages on these edits. It compares ``op``, and each op that they change, against fp64 in the sandbox."""
+        ...
+
+    def try_variants(self, variants: Sequence[Variant], op: str = "", target: str = "") -> TryTable:
+        """Check variants as ``check`` does. Then time the correct ones beside the present code, within the agent's budget of tries: the changed ops
+        alone, and whole training steps. ``target``: the name under which later runs find the results.
         """
+        ...
+
+    def list_earlier_tries(self, target: str) -> list[str]:
+        """What earlier runs tried or declined on a target, a line each, oldest first."""
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:

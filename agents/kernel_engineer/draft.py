@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import fold_to_one_line
-from agents.core.workbench import UnreadableFileError, Workbench
+from agents.core.workbench import UnreadableFileError, Variant, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop.role import DraftError, parse_arguments, read_number, read_text, read_title_and_hypothesis
 from kernels.contract.message import Message
 
 AGENT = "kernel-engineer"
 MOST_EDITS = 32
+MOST_VARIANTS = 8  # of one call of try_patch
 LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gain
 
 
-def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
-    """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if the call has none. Raises: DraftError."""
+def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: Sequence[str] = ()) -> Proposal:
+    """The proposal that a call of ``propose`` makes. Without edits, it has those of the variant that the call names, or of the only variant of the
+    last ``try_patch``. ``tried``: the arguments of all calls of ``try_patch``, oldest first. Raises: DraftError."""
     raw = parse_arguments(arguments)
     title, hypothesis = read_title_and_hypothesis(raw)
     gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
@@ -46,8 +49,68 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
         least=1 + (gain - 1) / 2,
         gain=gain,
     )
-    edits = raw.get("edits") or (parse_arguments(tried).get("edits") if tried else None)
+    edits = raw.get("edits") or _find_tried_edits(raw.get("variant"), tried)
     return Proposal(AGENT, target.name, title, words, gain, read_edits(edits, workbench))
+
+
+def _find_tried_edits(wanted: Any, tried: Sequence[str]) -> Any:
+    """The edits of a tried variant, not read yet. ``wanted``: its name, or nothing. Raises: DraftError."""
+    for arguments in reversed(tried):
+        try:
+            call = parse_arguments(arguments)
+            named = _name_variants(call.get("variants"), call.get("edits"))
+        except DraftError:
+            continue
+        if not wanted and len(named) > 1:
+            raise DraftError(
+                "kernel_engineer.which_variant",
+                "Name one of the variants that you tried, as variant: {names}.",
+                names=list(named),
+            )
+        if not wanted or wanted in named:
+            return named[wanted if wanted else next(iter(named))]
+    if wanted:
+        raise DraftError(
+            "kernel_engineer.unknown_variant", "No variant {name} was tried.", name=fold_to_one_line(repr(wanted), 60)
+        )
+    return None
+
+
+def _name_variants(variants: Any, edits: Any) -> dict[str, Any]:
+    """The raw edits of each variant by its name, of a call of ``try_patch``. Names that are missing or repeated get a number. Raises: DraftError."""
+    given = [{"name": "", "edits": edits}] if variants is None else variants
+    if not isinstance(given, list) or not given:
+        raise DraftError("kernel_engineer.no_variants", "variants must be a list of at least one variant.")
+    if len(given) > MOST_VARIANTS:
+        raise DraftError(
+            "kernel_engineer.too_many_variants",
+            "There are {variants} variants. At most {most} are allowed in one call.",
+            variants=len(given),
+            most=MOST_VARIANTS,
+        )
+    named: dict[str, Any] = {}
+    for number, one in enumerate(given, 1):
+        said = one.get("name") if isinstance(one, dict) else None
+        name = fold_to_one_line(said, 40) if isinstance(said, str) else ""
+        name = name if name and name not in named else f"variant {number}"
+        named[name] = one.get("edits") if isinstance(one, dict) else None
+    return named
+
+
+def read_variants(variants: Any, edits: Any, workbench: Workbench) -> dict[str, Variant | str]:
+    """The variants of a call of ``try_patch`` by name; in place of one that cannot be read, the problem. ``edits``: a single variant.
+
+    Raises: DraftError if there is no list of variants.
+    """
+    found: dict[str, Variant | str] = {}
+    for name, raw in _name_variants(variants, edits).items():
+        try:
+            found[name] = Variant(name, read_edits(raw, workbench))
+        except DraftError as error:
+            found[name] = Message(
+                "kernel_engineer.unreadable_variant", "the edits cannot be read: {problem}", problem=error.message
+            )
+    return found
 
 
 def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:

@@ -66,13 +66,16 @@ class KernelEngineer:
             aim=target.gain_at_roofline,
         )
         return AgentTask(
-            prompts.make_task_message(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)}
+            prompts.make_task_message(target, evidence, rounds),
+            about,
+            {**vars(target), "lines": list(target.lines)},
+            target.name,
         )
 
     def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         return EvidenceReader(self.profile, self.workbench, _target(facts)).answer_call(tool, arguments)
 
-    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: Sequence[str]) -> Proposal:
         """Raises: DraftError."""
         return read_draft(arguments, _target(facts), self.workbench, tried)
 

@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 from agents.core.untrusted import quote_as_data
-from agents.core.workbench import Workbench
-from agents.kernel_engineer.draft import read_edits
+from agents.core.workbench import TriedVariant, Variant, Workbench
+from agents.kernel_engineer.draft import read_variants
 from agents.kernel_engineer.evidence import LEAST_ROW, describe_machine, describe_row, describe_step
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
-from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, make_tool
+from agents.loop.tools import DECLINE_TOOL, NUMBER, PROPOSE, READING, TEXT, TRY, make_tool
 
 MOST_ROWS = 40
+MOST_PROBLEMS = 6  # of one variant
 EDIT = {
     "type": "object",
     "properties": {
@@ -27,14 +28,20 @@ EDIT = {
     "required": ["path"],
 }
 EDITS = {"type": "array", "items": EDIT}
+VARIANT = {"type": "object", "properties": {"name": TEXT, "edits": EDITS}, "required": ["name", "edits"]}
 TOOLS = (
     *READING,
     make_tool("line_profile", "Time, traffic and work of source lines, hottest first.", only=TEXT | {"description": "an op or a file"}),
     make_tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
     make_tool("roofline", "The machine's measured rates, and every op's share of the step."),
-    make_tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    make_tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",),
-    edits=EDITS),
+    make_tool("earlier_proposals", "What was proposed, tried and declined for this target before, and why it was kept or not."),
+    make_tool(
+        TRY,
+        "Try several variants of a patch at once, which takes hardly longer than one. The table says of each whether its results are right, how "
+        "fast its ops are alone, and how fast the whole step is, beside the present code. This is no proposal yet.",
+        ("variants",),
+        variants={"type": "array", "items": VARIANT},
+    ),
     make_tool(
         PROPOSE,
         "Propose the patch.",
@@ -44,8 +51,10 @@ TOOLS = (
         predicted_gain=NUMBER | {"description": "the whole step's time before over after, such as 1.05"},
         bytes_saved=NUMBER | {"description": "memory traffic saved a step"},
         flops_saved=NUMBER | {"description": "work saved a step"},
-        edits=EDITS | {"description": "empty: those of the last try_patch"},
+        edits=EDITS | {"description": "empty: those of a variant of try_patch"},
+        variant=TEXT | {"description": "with empty edits: the name of that variant"},
     ),
+    DECLINE_TOOL,
 )  # fmt: skip
 
 
@@ -68,14 +77,17 @@ class EvidenceReader:
         }
         return tools.answer_tool_call(known, name, arguments)
 
-    def try_patch(self, edits: Any) -> str:
-        """Run the quick check of edits, and time the ops whose choice they change, outside the step. The code under test takes the times."""
+    def try_patch(self, variants: Any = None, edits: Any = None) -> str:
+        """The table of the variants: what is wrong with each, or its times. The code under test takes the times."""
         try:
-            edits = read_edits(edits, self.workbench)
+            read = read_variants(variants, edits, self.workbench)
         except DraftError as error:
-            return f"The edits cannot be read: {error}"
-        found = self.workbench.check(edits, self.target.op, timed=True)
-        return tools.quote_problems(found) if found.problems else quote_as_data("times alone", "\n".join(found.times))
+            return str(error)
+        right = [one for one in read.values() if isinstance(one, Variant)]
+        table = self.workbench.try_variants(right, self.target.op, self.target.name) if right else None
+        rows = {row.name: _describe_tried_variant(row) for row in (table.rows if table else ())}
+        words = [rows[name] if isinstance(one, Variant) else f"{name}: {one}" for name, one in read.items()]
+        return quote_as_data("variants", "\n".join([*words, *([f"{table.budget}."] if table else [])]))
 
     def describe_line_profile(self, only: str = "") -> str:
         asked = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]
@@ -102,4 +114,15 @@ class EvidenceReader:
         return quote_as_data("roofline", "\n".join([*describe_machine(self.profile), *describe_step(self.profile)]))
 
     def describe_earlier_proposals(self) -> str:
-        return tools.quote_earlier_proposals(self.workbench.list_earlier_proposals(self.target.name))
+        return tools.quote_earlier_proposals(
+            self.workbench.list_earlier_proposals(self.target.name), self.workbench.list_earlier_tries(self.target.name)
+        )
+
+
+def _describe_tried_variant(row: TriedVariant) -> str:
+    """A variant's row of the table, with a line for each problem or time."""
+    known = " (from an earlier call)" if row.known else ""
+    if not row.check.ok:
+        return "\n  ".join([f"{row.name}: wrong ({row.check.stage}){known}", *row.check.problems[:MOST_PROBLEMS]])
+    what = "the changed files can be imported" if row.check.stage == "import" else "its results are right"
+    return "\n  ".join([f"{row.name}: {what}{known}", *row.times])

@@ -21,8 +21,8 @@ from agents.core.workbench import Workbench
 from agents.llm.client import LlmClient
 from agents.llm.exchange import ChatMessage
 from agents.loop import checkpoints, prompts
-from agents.loop.role import DraftError, JsonObject, Role
-from agents.loop.tools import PROPOSE, TRY
+from agents.loop.role import DraftError, JsonObject, Role, read_decline_reason
+from agents.loop.tools import DECLINE, PROPOSE, TRY
 from kernels.contract.message import Message, messages_to_json
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other answer is an instruction for the model
@@ -33,7 +33,7 @@ FORMAT = 2  # of ``AgentGraphState``: a run that an older format saved starts ag
 class AgentGraphState(TypedDict, total=False):
     """The state between nodes. ``draft``: the last proposal that could be read, as ``_packed`` returns it. ``taken``: True if that proposal
     passed the quick check. ``tried``: True if the model has just proposed. ``about`` and ``facts``: those of the ``AgentTask``. ``problem`` and
-    ``ended``: texts, or messages as ``messages_to_json`` returns them."""
+    ``ended``: texts, or messages as ``messages_to_json`` returns them. ``target``: that of the ``AgentTask``; older runs have none."""
 
     about: str
     facts: JsonObject
@@ -45,6 +45,7 @@ class AgentGraphState(TypedDict, total=False):
     problem: Any
     tried: bool
     ended: Any
+    target: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,13 @@ class _Loop:
             return {"ended": messages_to_json(aim)}
         self.run.say(Message("loop.aim", "  {about}", about=aim.about))
         messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.prompt}]
-        started: AgentGraphState = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
+        started: AgentGraphState = {
+            "exchanges": 0,
+            "rounds": 0,
+            "taken": False,
+            "tried": False,
+            "target": aim.target,
+        }
         return {"about": str(aim.about), "facts": aim.facts, "messages": messages} | started
 
     def think(self, state: AgentGraphState) -> AgentGraphState:
@@ -144,7 +151,10 @@ class _Loop:
         update: AgentGraphState = {"tried": False}
         for call in state["messages"][-1].get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if name != PROPOSE:
+            if name == DECLINE and DECLINE in self.tool_names:
+                text, declined = self.decline(arguments, state)
+                update |= declined if not update.get("taken") else {}  # type: ignore[typeddict-item]
+            elif name != PROPOSE:
                 text = self.role.answer_tool_call(state["facts"], name, arguments)
             elif update["tried"]:
                 text = prompts.ONE_AT_A_TIME
@@ -156,9 +166,27 @@ class _Loop:
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         answers = answers or [{"role": "user", "content": prompts.CALL_A_TOOL}]
         update["messages"] = [*state["messages"], *answers]
-        if not update.get("taken"):
+        if not update.get("taken") and not update.get("ended"):
             update |= self.spent(update.get("rounds", state["rounds"]), state["exchanges"], update, state)  # type: ignore[typeddict-item]
         return update
+
+    @property
+    def tool_names(self) -> set[str]:
+        return {tool["function"]["name"] for tool in self.role.tools}
+
+    def decline(self, arguments: str, state: AgentGraphState) -> tuple[str, AgentGraphState]:
+        """(the answer to a call of ``decline``, an update that ends the run if the reason can be read)."""
+        try:
+            reason = read_decline_reason(arguments)
+        except DraftError as error:
+            return str(error), {}
+        ended = Message(
+            "loop.declined",
+            "the agent declined the target {target}: {reason}",
+            target=state.get("target", ""),
+            reason=reason,
+        )
+        return prompts.DECLINED, {"ended": messages_to_json(ended)}
 
     def judge(self, arguments: str, state: AgentGraphState) -> AgentGraphState:
         """Read and check a proposal. ``problem`` tells the model what to correct."""
@@ -166,7 +194,7 @@ class _Loop:
         update: AgentGraphState = {"tried": True, "rounds": number, "taken": False}
         problem: str
         try:
-            draft = self.role.make_proposal(state["facts"], arguments, _last(TRY, state["messages"]))
+            draft = self.role.make_proposal(state["facts"], arguments, _calls(TRY, state["messages"]))
         except DraftError as error:
             problem = Message("loop.unreadable_draft", "The proposal cannot be read: {problem}", problem=error.message)
         else:
@@ -265,10 +293,10 @@ def _passes() -> Message:
     return Message("loop.passes", "the proposal passes the quick check")
 
 
-def _last(tool: str, messages: list[ChatMessage]) -> str:
-    """The arguments of the last call of a tool; '' if it was not called."""
+def _calls(tool: str, messages: list[ChatMessage]) -> list[str]:
+    """The arguments of all calls of a tool, oldest first."""
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
-    return next((str(call["arguments"]) for call in reversed(calls) if call["name"] == tool), "")
+    return [str(call["arguments"]) for call in calls if call["name"] == tool]
 
 
 def _packed(draft: Proposal) -> dict[str, Any]:

@@ -29,11 +29,12 @@ class DraftError(CodedError):
 @dataclass(frozen=True)
 class AgentTask:
     """What one run works on. ``prompt``: the first message to the model. ``about``: a line for people. ``facts``: plain JSON, passed to
-    the role with each call."""
+    the role with each call. ``target``: the name under which later runs find why the agent declined."""
 
     prompt: str
     about: str
     facts: JsonObject
+    target: str = ""
 
 
 class Role(Protocol):
@@ -44,18 +45,18 @@ class Role(Protocol):
     system: str
     """The system message. It gives the task, says how a proposal is judged, and says which text is data."""
     tools: Sequence[JsonObject]
-    """Definitions of tools for the chat completions API. ``tools.PROPOSE`` is one of them."""
+    """Definitions of tools for the chat completions API. ``tools.PROPOSE`` is one of them, and ``tools.DECLINE`` may be."""
 
     def choose_task(self, rounds: int) -> AgentTask | str:
         """What to work on with ``rounds`` proposals, or the reason why there is nothing to do. Raises: TargetError."""
         ...
 
     def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
-        """The answer of a tool other than ``propose``, limited in length and marked as data; or the reason why it cannot answer."""
+        """The answer of a tool other than ``propose`` and ``decline``, limited in length and marked as data; or the reason why it cannot answer."""
         ...
 
-    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
-        """The proposal that a call of ``propose`` makes; ``tried``: the arguments of the last ``try_patch``, or ''. Raises: DraftError."""
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: Sequence[str]) -> Proposal:
+        """The proposal that a call of ``propose`` makes; ``tried``: the arguments of all calls of ``try_patch``. Raises: DraftError."""
         ...
 
     def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
@@ -64,6 +65,7 @@ class Role(Protocol):
 
 
 LARGEST = 1e30
+LEAST_REASON, MOST_REASON = 40, 1000  # characters of the reason why an agent declines a target
 
 
 def parse_arguments(arguments: str) -> dict[str, Any]:
@@ -88,6 +90,19 @@ def read_title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
     if not title or not hypothesis:
         raise DraftError("loop.empty", "title and hypothesis must not be empty.")
     return title, hypothesis
+
+
+def read_decline_reason(arguments: str) -> str:
+    """The reason of a call of ``decline``, on one line. Raises: DraftError."""
+    reason = fold_to_one_line(read_text(parse_arguments(arguments), "reason"), MOST_REASON)
+    if len(reason) < LEAST_REASON:
+        raise DraftError(
+            "loop.short_reason",
+            "The reason has {length} characters, but at least {least} are needed. Say what you tried or measured, and why nothing is to gain.",
+            length=len(reason),
+            least=LEAST_REASON,
+        )
+    return reason
 
 
 def read_text(raw: dict[str, Any], key: str, where: str = "") -> str:

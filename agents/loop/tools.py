@@ -13,6 +13,7 @@ MOST_FILE_LINES = 400
 MOST_AUTHORS = 40
 PROPOSE = "propose"
 TRY = "try_patch"
+DECLINE = "decline"
 TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 
@@ -25,6 +26,14 @@ def make_tool(name: str, about: str, required: tuple[str, ...] = (), **propertie
 READING = (
     make_tool("list_files", "The files that you may read."),
     make_tool("read_file", "Lines of a file.", ("path",), path=TEXT, first=WHOLE, last=WHOLE),
+)
+
+
+DECLINE_TOOL = make_tool(
+    DECLINE,
+    "End the run without a proposal, because this target is not worth one. Later runs on the target read the reason.",
+    ("reason",),
+    reason=TEXT | {"description": "what you tried or measured, and why nothing is to gain here"},
 )
 
 
@@ -71,11 +80,10 @@ def describe_agent_written_lines(workbench: Workbench, path: str, first: int, la
     return "".join(words[:MOST_AUTHORS]) + left_out
 
 
-def quote_earlier_proposals(attempts: Iterable[EarlierProposal]) -> str:
-    """Earlier proposals and their verdicts, as data for the model."""
-    return quote_as_data(
-        "earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none"
-    )
+def quote_earlier_proposals(attempts: Iterable[EarlierProposal], tries: Iterable[str] = ()) -> str:
+    """Earlier proposals with their verdicts, and lines about earlier tries, as data for the model."""
+    lines = [*(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts), *tries]
+    return quote_as_data("earlier proposals", "\n".join(lines) or "none")
 
 
 def quote_problems(check: QuickCheck) -> str:

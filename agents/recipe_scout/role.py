@@ -97,7 +97,7 @@ class RecipeScout:
         }
         return tools.answer_tool_call(known, tool, arguments)
 
-    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: Sequence[str]) -> Proposal:
         """Raises: DraftError."""
         return read_change(arguments, self.record, self.workbench.read(self.record.path), self.asked)
 

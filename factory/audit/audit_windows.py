@@ -1,7 +1,8 @@
 """Decides by a random draw, before a segment trains, whether the segment is audited, for which patches, and in which window of steps.
 
-A window is the steps between two consecutive checkpoints. Only the ledger stores the draw, and the trainer cannot read the ledger. This module
-also lists the waiting and the finished audits.
+A window is the steps between two consecutive checkpoints. The window of an average is its one step. If a segment was stopped and goes on, the steps
+from its newest checkpoint to the next are drawn too, because only these steps come from a resume. Only the ledger stores the draws, and the trainer
+cannot read the ledger. This module also lists the waiting and the finished audits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from factory.audit.policy import AuditPolicy
@@ -21,7 +22,8 @@ from factory.code_loop.reverting import AUDITED
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ProposalRow, SegmentRow, SqlReader, Subject, VerdictRow
+from factory.ledger.rows import IMPORT, ProposalRow, SegmentRow, SqlReader, Subject, VerdictRow
+from factory.retrying.trainer_deaths import find_newest_checkpoint_step
 from factory.training.certificate import TRAINING_FILES
 
 DRAWN = "audit_drawn"
@@ -31,12 +33,14 @@ DRAWN = "audit_drawn"
 class AuditWindow:
     """The steps [first, last) of a segment, and the numbers of the proposals under audit, in the order in which they were merged.
 
-    A segment whose window has ``first`` = ``last`` is not audited.
+    A segment whose window has ``last`` = 0 is not audited. The window of an average has ``first`` = ``last``. ``resumed``: the (first, last) of more
+    windows, each of which begins with a resume.
     """
 
     first: int
     last: int
     patches: tuple[int, ...] = ()
+    resumed: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def find_for_segment(cls, db: SqlReader, segment: int) -> Self | None:
@@ -44,22 +48,35 @@ class AuditWindow:
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
         detail: dict[str, Any] = found[0]["detail"] if found else {}
-        return cls(detail["first"], detail["last"], tuple(detail["patches"])) if found else None
+        resumed = tuple((first, last) for first, last in detail.get("resumed", ()))
+        return cls(detail["first"], detail["last"], tuple(detail["patches"]), resumed) if found else None
+
+    @property
+    def is_audited(self) -> bool:
+        return self.last > 0
 
     @property
     def step_count(self) -> int:
         return self.last - self.first
 
+    def list_parts(self) -> list[AuditWindow]:
+        """Return a window without ``resumed`` for each window, in the order of the draws."""
+        return [replace(self, first=a, last=b, resumed=()) for a, b in ((self.first, self.last), *self.resumed)]
+
 
 def draw_audit_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     """Draw and record the window of a segment that is about to train; a second call returns the same window. None if no agent patched its code.
 
+    If the segment was stopped and now goes on from a checkpoint of its own, the steps up to the next checkpoint are drawn with the same probability.
+
     Raises: ConfigError, RepositoryError.
     """
     known = AuditWindow.find_for_segment(plant.ledger, row.id)
-    if known is not None or not row.has_steps:
+    if row.kind == IMPORT or (known is not None and not row.has_steps):
         return known
     policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
+    if known is not None:
+        return _draw_resumed_window(plant, row, known, policy)
     patches = list_merged_agent_patches(plant, row.code_commit)
     windows = list_possible_windows(row)
     if not patches or not windows:
@@ -67,8 +84,29 @@ def draw_audit_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     chosen, share = choose_patches_to_audit(
         [patch.number for patch in patches], count_agreeing_audits_by_patch(plant.ledger), policy
     )
-    first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
+    first, last = secrets.choice(windows) if _is_drawn(share) else (0, 0)
     return record_audit_window(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
+
+
+def _draw_resumed_window(plant: Plant, row: SegmentRow, known: AuditWindow, policy: AuditPolicy) -> AuditWindow:
+    """Draw the window that begins at the segment's newest checkpoint, from which its trainer will resume."""
+    newest = find_newest_checkpoint_step(row)
+    if newest is None or not row.first_step < newest < row.last_step or not known.patches:
+        return known
+    first, last = list_possible_windows(replace(row, first_step=newest, parent=row.parent or row.id))[0]
+    _, share = choose_patches_to_audit(known.patches, count_agreeing_audits_by_patch(plant.ledger), policy)
+    if (first, last) in ((known.first, known.last), *known.resumed) or not _is_drawn(share):
+        return known
+    drawn = (
+        replace(known, resumed=(*known.resumed, (first, last)))
+        if known.is_audited
+        else replace(known, first=first, last=last)
+    )
+    return record_audit_window(plant.ledger, row.id, drawn)
+
+
+def _is_drawn(share: float) -> bool:
+    return secrets.SystemRandom().random() < share
 
 
 def record_audit_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
@@ -79,15 +117,23 @@ def record_audit_window(ledger: Ledger, segment: int, window: AuditWindow) -> Au
 
 
 def list_possible_windows(row: SegmentRow) -> list[tuple[int, int]]:
-    """Return (first, last) of every window of a segment that could be audited, in order. The first window counts only if a checkpoint precedes it.
+    """Return (first, last) of every window of a segment that could be audited, in order.
+
+    A window that begins with new weights has two steps or more, because the effect of rounding is measured after its first step.
 
     >>> from types import SimpleNamespace
-    >>> list_possible_windows(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
+    >>> segment = SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}, has_steps=True)
+    >>> list_possible_windows(segment)
     [(10, 15), (15, 20), (20, 22)]
     """
+    if not row.has_steps:
+        return [(row.last_step, row.last_step)]
     every = int(row.recipe_json["checkpoint_every"])
     ends = [*range(row.first_step - row.first_step % every + every, row.last_step, every), row.last_step]
-    return list(itertools.pairwise([row.first_step, *ends] if row.parent else ends))
+    found = list(itertools.pairwise([row.first_step, *ends]))
+    if row.parent is None and found[0][1] == row.first_step + 1:
+        found[0:2] = [(row.first_step, found[1][1]), found[1]] if len(found) > 1 else []
+    return found
 
 
 def choose_patches_to_audit(
@@ -144,13 +190,20 @@ def find_due_audits(db: SqlReader, policy: AuditPolicy) -> list[int]:
 
 def _waits(db: SqlReader, number: int, policy: AuditPolicy) -> bool:
     window = AuditWindow.find_for_segment(db, number)
-    if window is None or not window.step_count or SegmentRow.get(db, number).state != "done":
+    if window is None or not window.is_audited or SegmentRow.get(db, number).state != "done":
         return False
     newest = VerdictRow.find_newest(db, AUDIT, Subject("segment", number))
-    if newest is None:
-        return True
-    due = time.time() >= newest.created_at + policy.again_after_seconds
-    return newest.outcome == "hold" and due and count_audit_tries(db, number) < policy.tries
+    due = newest is None or time.time() >= newest.created_at + policy.again_after_seconds
+    return due and not is_audit_over(db, number, policy)
+
+
+def is_audit_over(db: SqlReader, number: int, policy: AuditPolicy) -> bool:
+    """Return whether the audit of a segment has a verdict, and no further try would be made by itself."""
+    newest = VerdictRow.find_newest(db, AUDIT, Subject("segment", number))
+    if newest is None or newest.outcome != "hold":
+        return newest is not None
+    hidden = newest.read_evidence(db).get("hidden_by_rounding")  # another try would show the same
+    return bool(hidden) or count_audit_tries(db, number) >= policy.tries
 
 
 def count_audit_tries(db: SqlReader, number: int) -> int:
@@ -170,7 +223,7 @@ def list_audits(ledger: SqlReader) -> list[dict[str, Any]]:
             AuditWindow.find_for_segment(ledger, subject.number),
             VerdictRow.find_newest(ledger, AUDIT, subject),
         )
-        if window is not None and window.step_count:
+        if window is not None and window.is_audited:
             judged = verdict.read_with_evidence(ledger) if verdict else None
             found.append({"segment": subject.number, **vars(window), "verdict": judged})
     return found

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from factory.audit.audit_windows import AuditWindow, draw_audit_window, list_possible_windows, record_audit_window
+from factory.audit.audit_windows import AuditWindow, draw_audit_window, record_audit_window
 from factory.core.errors import FactoryError
 from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.path_removal import remove_path
@@ -45,7 +45,7 @@ def get_audit_folder(workspace: Workspace, segment: int) -> Path:
 
 def get_window_checkpoint_folder(plant: Plant, row: SegmentRow, step: int) -> Path:
     """Return the folder of the checkpoint at ``step``, where a window begins or ends. The folder may be missing."""
-    if step == row.first_step and row.parent:
+    if step == row.first_step and row.parent and row.has_steps:
         return Path(read_last_checkpoint(plant.ledger, row.parent)["path"])
     return get_audit_folder(plant.workspace, row.id) / "live" / format_checkpoint_name(step)
 
@@ -65,7 +65,7 @@ def keep_window_checkpoints_while_training(plant: Plant, row: SegmentRow) -> Ite
             )
         )
         window = None
-    if window is None or not window.step_count:
+    if window is None or not window.is_audited:
         yield
         return
     keeper = _Keeper(plant, row, window)
@@ -76,15 +76,15 @@ def keep_window_checkpoints_while_training(plant: Plant, row: SegmentRow) -> Ite
 
 
 def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
-    """Keep the checkpoints of a finished segment's drawn window or, if they are missing, of the whole segment. Returns the kept window.
+    """Keep the checkpoints of a finished segment's drawn windows or, if one is missing, of the whole segment. Returns the kept windows.
 
     A trainer therefore gains nothing if it hides steps by missing or broken checkpoints. If neither can be kept, the returned window has no steps,
     and a line tells a person. Raises: the error of a machine fault, after which a later call can still keep the window.
     """
     problem = ""
-    whole = [(row.first_step, row.last_step)] if row.parent else list_possible_windows(row)[-1:]
-    for first, last in ((window.first, window.last), *whole):
-        keeper = _Keeper(plant, row, replace(window, first=first, last=last))
+    whole = replace(window, first=row.first_step, last=row.last_step, resumed=())
+    for kept in (window, whole):
+        keeper = _Keeper(plant, row, kept)
         if keeper.look():
             return window if keeper.window == window else record_audit_window(plant.ledger, row.id, keeper.window)
         if keeper.fault:
@@ -94,12 +94,12 @@ def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) 
     plant.progress.line(
         Message(
             "audit.not_kept",
-            "  segment {segment} cannot be audited, because the factory could not keep the two checkpoints that an "
+            "  segment {segment} cannot be audited, because the factory could not keep the checkpoints that an "
             "audit needs: {problem}",
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip
-    return record_audit_window(plant.ledger, row.id, replace(window, first=0, last=0))
+    return record_audit_window(plant.ledger, row.id, replace(window, first=0, last=0, resumed=()))
 
 
 @contextmanager
@@ -129,7 +129,10 @@ class _Keeper:
         self.window, self.problem = window, ""
         self.fault: Exception | None = None  # of the machine, at the last look
         self.source = Path(row.folder) / "checkpoints"
-        self.targets = [get_window_checkpoint_folder(plant, row, step) for step in (window.first, window.last)]
+        steps = {step for part in window.list_parts() for step in (part.first, part.last)}
+        if row.has_steps and row.parent is None:
+            steps.discard(row.first_step)  # new weights have no checkpoint
+        self.targets = [get_window_checkpoint_folder(plant, row, step) for step in sorted(steps)]
 
     def look(self) -> bool:
         """Copy the checkpoints that exist. Returns True once both are kept."""

@@ -20,12 +20,13 @@ class AuditPolicy(StrictPolicy):
     """The audited share of the segments that train with a new patch."""
     later_share: Share = 0.1
     """The audited share of the segments that train without a new patch."""
-    least: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """This distance from the replay's weights and moments is always allowed. It is a share of the effect of leaving out one step."""
-    most: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The largest allowed distance, however far the patch's weights were from the baseline's in the gate."""
     times: Ratio = 4.0
-    """Between ``least`` and ``most``, the allowed distance is this multiple of the patch's distance in the gate, scaled to as many steps."""
+    """The allowed distance from the replay's weights and moments, as a multiple of the effect of rounding. That is the distance of another replay
+    whose weights begin one rounding error off."""
+    least: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """This distance from the replay's weights is always allowed. It is a share of an average step of the window."""
+    most: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """If rounding allows more than this share of the way that the weights moved, the window shows too little, and the audit gives 'hold'."""
     lines: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share by which a loss or a gradient's norm in metrics.jsonl may differ from the replay's."""
     wall_seconds: Seconds = 3600.0

@@ -1,11 +1,13 @@
-"""The commands of the code loop: ``factory propose``, ``factory proposals`` (list, show, approve, reject, revert) and ``factory audit``."""
+"""The commands of the code loop: ``factory propose``, ``factory audit``, and ``factory proposals`` (list, show, approve, reject, revert, rejudge,
+combine)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,12 +23,17 @@ from factory.cli.app import (
     register_command,
 )
 from factory.core.errors import InputError
+from factory.core.time_formats import convert_times_to_iso
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from factory.ledger.rows import SqlReader
 from kernels.contract.message import Message
 
+if TYPE_CHECKING:
+    from factory.code_loop.judging_again import JudgedAgain
+
 proposals_app = typer.Typer(
-    help="Patches that agents proposed: list and show them, approve, reject or revert one.",
+    help="Patches that agents proposed: list and show them, approve, reject or revert one, judge held ones again.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -34,7 +41,7 @@ app.add_typer(proposals_app, name="proposals")
 
 
 MODELS = ("kernel-engineer", "recipe-scout")  # agents that may be a language model
-SETTLED = ("approved", "rejected", "reverted", "superseded")
+SETTLED = ("approved", "merged-with", "rejected", "reverted", "superseded")
 
 
 @app.command()
@@ -110,14 +117,24 @@ def _ask(question: str) -> str:
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     from agents.core.proposal import format_gain
-    from agents.core.untrusted import fold_to_one_line
+    from factory.code_loop.held_proposals import ProposalDescents, describe_judging_again
+    from factory.core.verdict_lines import format_verdict_lines
     from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
 
     db = LedgerReader(workspace)
     row = ProposalRow.get(db, number)
+    waits, descents = _read_waits(workspace, db).get(number), ProposalDescents(db)
     if as_json:
-        print_json(vars(row) | {"evidence": row.read_evidence(db) or None})
+        print_json(
+            vars(row)
+            | {
+                "again_of": descents.find_repeated(number),
+                "sum_of": descents.list_parts(number),
+                "judge_again": convert_times_to_iso(waits),
+                "evidence": row.read_evidence(db) or None,
+            }
+        )
         return
     gain = f" (predicted {format_gain(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
@@ -133,10 +150,22 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
             gain=gain,
         )
     )
+    if parts := descents.list_parts(number):
+        print(Message("code_loop.sum_of", "  sum of      proposals {parts}", parts=parts))
+    if repeated := descents.find_repeated(number):
+        print(Message("code_loop.again_of", "  repeats     proposal {proposal}", proposal=repeated))
     settled = f", {row.state}" if row.state in SETTLED else ""
-    print(f"  verdict     {(row.outcome or row.state).upper()}{settled}")
-    for reason in row.reasons or []:
-        print(f"    {fold_to_one_line(reason, 1000)}")
+    outcome, *said = format_verdict_lines(
+        (row.outcome or row.state).upper() + settled,
+        row.reasons or [],
+        number,
+        row.report,
+    )
+    print(f"  verdict     {outcome}")
+    for line in said:
+        print(f"    {line}")
+    if waits:
+        print(f"  again       {describe_judging_again(waits, time.time())}")
     if row.agent in MODELS:
         spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
         cost = db.read(spent + "WHERE a.proposal = :number", number=number)[0]
@@ -175,9 +204,16 @@ def list_without_subcommand(
         _list_proposals(where, as_json)
 
 
+def _read_waits(workspace: Workspace, db: SqlReader) -> dict[int, dict[str, Any]]:
+    """Return the held proposals that can be judged again, by their numbers."""
+    from factory.code_loop.held_proposals import read_judging_again_facts
+
+    return {one["proposal"]: one for one in read_judging_again_facts(db, workspace)}
+
+
 @proposals_app.command("list")
 def list_proposals(context: typer.Context, where: WorkspaceOption = DEFAULT, as_json: JsonOption = False) -> None:
-    """List all proposals, one line each."""
+    """List all proposals, one line each. A line below a held proposal says when and why it is judged again."""
     _list_proposals(_named(context, where), as_json)
 
 
@@ -187,16 +223,32 @@ def _named(context: typer.Context, where: Path) -> Path:
 
 
 def _list_proposals(where: Path, as_json: bool) -> None:
+    from factory.code_loop.held_proposals import ProposalDescents, describe_judging_again
     from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
 
-    listed = ProposalRow.select(LedgerReader(Workspace.open(where)))
+    workspace = Workspace.open(where)
+    db = LedgerReader(workspace)
+    listed, waits = ProposalRow.select(db), _read_waits(workspace, db)
     if as_json:
-        print_json([row.select_fields("number agent title branch state predicted_gain outcome") for row in listed])
+        descents = ProposalDescents(db)
+        print_json(
+            [
+                row.select_fields("number agent title branch state predicted_gain outcome")
+                | {
+                    "again_of": descents.find_repeated(row.number),
+                    "sum_of": descents.list_parts(row.number),
+                    "judge_again": convert_times_to_iso(waits.get(row.number)),
+                }
+                for row in listed
+            ]
+        )
         return
     for row in listed:
         state = row.state if row.state in SETTLED else row.outcome or row.state
-        print(f"{row.number:>4}  {state:<10} {row.branch}  {row.title}")
+        print(f"{row.number:>4}  {state:<11} {row.branch}  {row.title}")
+        if one := waits.get(row.number):
+            print(f"      {describe_judging_again(one, time.time())}")
     if not listed:
         print(
             Message("code_loop.no_proposals", "No agent has proposed a patch yet. To get a proposal: 'factory propose'")
@@ -240,6 +292,91 @@ def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
     from factory.code_loop.approvals import revert_approved_proposal
 
     _decide(context, where, number, lambda plant: revert_approved_proposal(plant, number, get_current_user(), why))
+
+
+Numbers = Annotated[list[int] | None, typer.Argument(help="Numbers of proposals, as 'factory proposals' prints them.")]
+
+
+@proposals_app.command("rejudge")
+def rejudge_proposals(
+    context: typer.Context,
+    numbers: Numbers = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="All proposals that only noise, a time limit or a missing device held.")
+    ] = False,
+    where: WorkspaceOption = DEFAULT,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge held proposals again now, without waiting for a quiet hour. Each gets a new number, and a new verdict.
+
+    If the code changed since, the patch is first moved on top of the live code. Each judgement of the same patch is another try: it must show
+    the gain more clearly than the one before.
+    """
+    from factory.code_loop.judging_again import judge_every_held_patch_again, judge_proposals_again
+
+    if bool(numbers) == every:
+        raise InputError(
+            "code_loop.which_again",
+            "Name the proposals to judge again, or add '--all'. To see which are held: 'factory proposals'.",
+        )
+    plant, terminal = open_plant(_named(context, where), as_json)
+    with plant.workspace.hold_lock("code-loop"):
+        if every:
+            done, refused = judge_every_held_patch_again(plant)
+        else:
+            done, refused = judge_proposals_again(plant, numbers or ()), []
+    _show_judged(plant, [one.judged_as for one in done], as_json)
+    if as_json:
+        print_json({"judged": [_judged_again(plant, one) for one in done], "refused": refused})
+        return
+    for one in refused:
+        terminal.line(f"  {one['why']}")
+    if not done and not refused:
+        terminal.line(
+            Message(
+                "code_loop.none_held",
+                "  No proposal waits to be judged again: none was held only by noise, a time limit or a missing device.",
+            )
+        )
+
+
+@proposals_app.command("combine")
+def combine_held_proposals(
+    context: typer.Context,
+    numbers: Annotated[list[int], typer.Argument(help="Two or more held proposals, each for a target of its own.")],
+    where: WorkspaceOption = DEFAULT,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge several held proposals as one patch, their sum. A gain that is too small to be seen in one of them may be clear in the sum.
+
+    Each must have passed everything but the clarity of its timing, and they may not change the same file. If the sum is merged, they are merged
+    with it. If it is held or rejected, they stay as they are. The same sum is judged once.
+    """
+    from factory.code_loop.combining import combine_proposals
+    from factory.ledger.rows import ProposalRow
+
+    plant, _ = open_plant(_named(context, where), as_json)
+    with plant.workspace.hold_lock("code-loop"):
+        number = combine_proposals(plant, numbers)
+    _show_judged(plant, [number], as_json)
+    if as_json:
+        row = ProposalRow.get(plant.ledger, number)
+        print_json({"sum_of": sorted(set(numbers))} | row.select_fields("number outcome reasons state"))
+
+
+def _judged_again(plant: Plant, one: JudgedAgain) -> dict[str, Any]:
+    from factory.ledger.rows import ProposalRow
+
+    return one.to_json() | ProposalRow.get(plant.ledger, one.judged_as).select_fields("outcome reasons state")
+
+
+def _show_judged(plant: Plant, numbers: Sequence[int], as_json: bool) -> None:
+    """Show newly judged proposals in MLflow and, unless ``as_json``, print them."""
+    from factory.show.unshown_items import show_unshown_items
+
+    show_unshown_items(plant)
+    for number in () if as_json else numbers:
+        _show_proposal(plant.workspace, number, False)
 
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:

@@ -34,6 +34,7 @@ from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import AgentLoopRun, delete_run_checkpoints, run_agent
 from agents.loop.role import Role, TargetError
+from factory.code_loop.trying import LESSON
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.served_note import find_served_champion
 from factory.core.workspace import Workspace
@@ -256,7 +257,13 @@ class AgentRuns:
             raise NoModelReplyError(error.message) from error
         if drafted is None:
             print_why_nothing_proposed(self.plant, why)
-            self.record_run_end(run.number, "nothing", why=str(why))
+            ended = Message.from_json(why)
+            if ended.code == "loop.declined":
+                self.record_run_end(
+                    run.number, "declined", {key: ended.data[key] for key in ("target", "reason")}, why=str(why)
+                )
+            else:
+                self.record_run_end(run.number, "nothing", why=str(why))
         return drafted
 
     def find_judged_proposal(self, run: AgentRun, draft: Proposal) -> int | None:
@@ -272,11 +279,13 @@ class AgentRuns:
         client = LlmClient(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
-    def record_run_end(self, number: int, state: str, **values: Any) -> None:
-        """Record how a run ended. ``state``: 'proposed', 'worded', 'nothing' or 'abandoned'."""
+    def record_run_end(self, number: int, state: str, lesson: dict[str, Any] | None = None, **values: Any) -> None:
+        """Record how a run ended. ``state``: 'proposed', 'worded', 'declined', 'nothing' or 'abandoned'. ``lesson``: for later runs on the target."""
         with self.plant.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record_event(tx, f"agent_{state}", Subject("agent_run", number), values)
+            if lesson is not None:
+                record_event(tx, LESSON, Subject("agent_run", number), lesson)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
             delete_run_checkpoints(find_agent_checkpoint_database(self.plant.workspace), self.agent, number)
 

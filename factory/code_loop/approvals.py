@@ -7,45 +7,27 @@ proposal's new state after the move. After a kill in between, the same call fini
 A decision comes from the command line, or from MLflow (the tag ``approval`` of the proposal's run). With ``approval: automatic`` in
 policies/gates/patch.yaml, the verdict alone decides.
 
-If a patch was held only because of a time limit or a missing device, the daemon later has the patch judged again. The machine may be less busy
-then, and its time limits follow from the time that approved code takes (``factory.gates.time_limits``). Another machine may have the device. A
-patch that never ends is held each time. After a few times the patch waits for a person.
+The merge of a sum (``factory.code_loop.combining``) closes its parts: they are merged with it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import yaml
-
-from agents.core.proposal import Edit, Proposal
-from agents.core.yaml_edit import set_yaml_value
-from factory.code_loop.revalidating import AUDIT, record_validated_conditions
-from factory.code_loop.reverting import propose_revert_again
-from factory.code_loop.submitting import (
-    PROPOSED,
-    remove_remains_and_get_live_commit,
-    run_under_code_loop_lock,
-    submit_proposal,
-)
-from factory.computing.tuned_kernels import KERNELS
-from factory.core import devices
+from factory.code_loop.held_proposals import MERGED_WITH, ProposalDescents
+from factory.code_loop.judging_again import check_branch_contains_judged_patch, judge_patch_again
+from factory.code_loop.revalidating import record_validated_conditions
+from factory.code_loop.submitting import run_under_code_loop_lock
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.time_limits import find_only_missing_stage, was_held_by_time_limit_only
 from factory.gates.training_start import find_training_start
 from factory.git import repository
-from factory.git.scope import FileChange
-from factory.ledger.ledger import Ledger, proposals
+from factory.git.undo import make_revert_commit
+from factory.ledger.ledger import Ledger, proposals, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
+from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject
 from factory.ledger.writing import record_event_once
-from kernels.contract.choice import read_device_section
 from kernels.contract.message import Message
 
 
@@ -68,14 +50,15 @@ def merge_promoted_proposal(plant: Plant, number: int, by: str) -> str | None:
     code = plant.workspace.repository
     live = repository.get_live_commit(code)
     if not repository.is_ancestor(code, live, row.patch_commit):
-        _check_patch(plant.workspace, row)
+        check_branch_contains_judged_patch(code, row)
+        _check_no_part_was_rejected(plant.ledger, row)
         if live != row.base_commit:
             again = judge_patch_again(plant, row, live)
             promoted = ProposalRow.get(plant.ledger, again).outcome == "promote"
             return merge_promoted_proposal(plant, again, by) if promoted else None
         _record_decision(plant.ledger, "proposal_approved", row, by)
         repository.advance_branch(code, live, row.patch_commit)
-    _become(plant.ledger, row, "approved")
+    _become(plant.ledger, row, "approved", _list_open_parts(plant.ledger, row))
     _after_merge(plant.ledger, row)
     plant.progress.line(
         Message(
@@ -100,7 +83,7 @@ def reject_judged_proposal(ledger: Ledger, number: int, by: str, why: str = "") 
 def revert_approved_proposal(plant: Plant, number: int, by: str, why: str = "") -> str:
     """Undo an approved proposal by a new commit, and return that commit. No gate judges it, because the old code was live before.
 
-    Raises: InputError if the proposal is not approved; RepositoryError if the same files changed since, or have uncommitted changes.
+    Raises: InputError if the proposal is not approved; RepositoryError if the same lines changed since, or the files have uncommitted changes.
     """
     row = ProposalRow.get(plant.ledger, number)
     if row.state != "approved":
@@ -121,7 +104,7 @@ def revert_approved_proposal(plant: Plant, number: int, by: str, why: str = "") 
         reason=reason,
         commit=row.patch_commit,
     )
-    undone = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
+    undone = make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     _record_decision(plant.ledger, "proposal_reverted", row, by, why)
     repository.advance_branch(code, live, undone)
     _become(plant.ledger, row, "reverted")
@@ -184,29 +167,9 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
 def _state(row: ProposalRow) -> str:
     if row.state == "failed":
         return Message("code_loop.failed", "marked as failed and was never judged")
+    if row.state == MERGED_WITH:
+        return Message("code_loop.merged_with_sum", "merged as a part of a sum")
     return {"drafted": "being judged", "written": "not judged yet"}.get(row.state) or str(row.state)
-
-
-def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
-    """Check that the proposal's branch contains the judged patch. Raises: InputError."""
-    code = workspace.repository
-    commit = repository.get_branch_commit(code, row.branch)
-    if commit is None:
-        raise InputError(
-            "code_loop.no_branch",
-            "The branch {branch} no longer exists, so there is nothing to merge.",
-            branch=row.branch,
-        )
-    judged = (row.patch_commit, row.judged_sha256)
-    if (commit, repository.hash_patch(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
-        raise InputError(
-            "code_loop.other_patch",
-            "The branch {branch} does not contain the judged patch: the judged commit is {judged}, but the branch is "
-            "at {found}. Only the judged patch can be approved. Propose the new patch again.",
-            branch=row.branch,
-            judged=row.patch_commit[:12],
-            found=commit[:12],
-        )
 
 
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
@@ -221,139 +184,40 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
         record_validated_conditions(ledger, row.number, start)
 
 
-def judge_patch_again(plant: Plant, row: ProposalRow, live: str) -> int:
-    """Have the same patch judged on top of newer code, as a new proposal. Returns the new proposal's number. Raises: InputError."""
-    if row.gate == AUDIT:  # measured on a segment; the live code does not matter
-        number = propose_revert_again(plant, row)
-        _become(plant.ledger, row, "superseded")
-        return number
-    code = plant.workspace.repository
-    changes = repository.read_file_changes(code, row.base_commit, row.patch_commit)
-    moved = {change.path for change in repository.read_file_changes(code, row.base_commit, live)}
-    if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
-        raise InputError(
-            "code_loop.files_changed",
-            "{files} changed since proposal {proposal} was judged. Propose the change again.",
-            files=both,
-            proposal=row.number,
-        )
-    plant.progress.line(
-        Message(
-            "code_loop.code_changed",
-            "  the code changed to {commit} since proposal {proposal} was judged; the gate judges the proposal again",
-            commit=live[:12],
-            proposal=row.number,
-        )
-    )
-    edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    number = submit_proposal(plant, Proposal(**row.select_fields(PROPOSED), edits=edits), live)
-    _become(plant.ledger, row, "superseded")
-    return number
-
-
-def judge_held_patches_again(plant: Plant) -> list[int]:
-    """Have the held patches that are due judged again, as new proposals. Returns the new proposals' numbers."""
-    made = []
-    for row in find_proposals_to_judge_again(
-        plant.ledger, PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml"))
-    ):
-        words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
-        made.append(
-            run_under_code_loop_lock(
-                plant,
-                partial(_judge_held_again, plant, row),
-                "judging_again_waits",
-                Subject("proposal", row.number),
-                words,
-            )
-        )
-    return [number for number in made if number is not None]
-
-
-def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
-    live = remove_remains_and_get_live_commit(plant)
-    held_by = (
-        Message("code_loop.missing_device", "the machine that judged it lacked a device that this machine has")
-        if was_held_for_missing_device(row.read_evidence(plant.ledger))
-        else Message("code_loop.time_limit", "a time limit was reached")
-    )
-    plant.print_line(
-        Message(
-            "code_loop.judged_again",
-            "  proposal {proposal} was held only because {held_by}; the gate judges the proposal again",
-            held_by=held_by,
-            proposal=row.number,
-        )
-    )
-    return judge_patch_again(plant, row, live)
-
-
-def find_proposals_to_judge_again(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
-    """Return the held proposals that the gate shall judge again now, oldest first."""
-    held = [
-        (row, evidence)
-        for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if was_held_by_time_limit_only(evidence := row.read_evidence(ledger)) or was_held_for_missing_device(evidence)
-    ]
-    times: dict[str, int] = {}
-    for _, evidence in held:
-        times[evidence["patch_id"]] = times.get(evidence["patch_id"], 0) + 1
-    since = time.time() - policy.judge_again_after_seconds
-    return [
-        row
-        for row, evidence in held
-        if row.state == "judged"
-        and times[evidence["patch_id"]] <= policy.judge_again
-        and row.verdict is not None
-        and (was_held_for_missing_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
-    ]
-
-
-def was_held_for_missing_device(evidence: Mapping[str, Any]) -> bool:
-    """Return whether a patch was held only because its judge lacked a device that this machine has."""
-    return find_only_missing_stage(evidence).get("waits_for") == devices.get_device_kind()
-
-
-def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> str:
-    """Return the text of a file that the patch changes, for the live code. In kernels.yaml, merged choices of other ops are kept.
-
-    Raises: InputError if the patch and a merged patch chose for the same op, or if the patch changes more in kernels.yaml than choices.
-    """
-    text = (change.content or b"").decode()
-    if change.path != KERNELS:
-        return text
-    base, now = (repository.read_file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
-    replayed = base
-    for device in yaml.safe_load(text):
-        old, new, held = (read_device_section(version, device) for version in (base, text, now))
-        for op in (op for op in new if old.get(op) != new[op]):
-            if held.get(op) != old.get(op):
-                raise InputError(
-                    "code_loop.choice_changed",
-                    "{file}: the kernel chosen for {op} changed since proposal {proposal} was judged. Propose the "
-                    "change again.",
-                    file=KERNELS,
-                    op=op,
-                    proposal=row.number,
-                )
-            replayed, now = (set_yaml_value(version, (device, op), new[op]) for version in (replayed, now))
-    if yaml.safe_load(replayed) != yaml.safe_load(text):
-        raise InputError(
-            "code_loop.more_than_choices",
-            "{file} changed since proposal {proposal} was judged, and the patch changes more in this file than the "
-            "choice of kernels. Propose the change again.",
-            file=KERNELS,
-            proposal=row.number,
-        )
-    return now
-
-
 def _record_decision(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
     """Record a decision once, with the hash of the patch."""
     detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by}
     record_event_once(ledger, kind, Subject("proposal", row.number), detail | ({"why": why[:2000]} if why else {}))
 
 
-def _become(ledger: Ledger, row: ProposalRow, state: str) -> None:
+def _list_open_parts(ledger: Ledger, row: ProposalRow) -> list[int]:
+    """Return the proposals that a sum merges and that no one decided yet; [] for a proposal that is no sum."""
+    descents = ProposalDescents(ledger)
+    family = [number for part in descents.list_parts(row.number) for number in descents.list_family(part)]
+    judged = {one.number for one in ProposalRow.select(ledger, "WHERE state = 'judged'")} if family else set()
+    return [number for number in family if number in judged]
+
+
+def _check_no_part_was_rejected(ledger: Ledger, row: ProposalRow) -> None:
+    """Raises: InputError for a sum of which a person rejected a part since."""
+    descents = ProposalDescents(ledger)
+    for part in descents.list_parts(row.number):
+        for number in descents.list_family(part):
+            one = ProposalRow.find_first(ledger, "WHERE number = :number", number=number)
+            if one is not None and one.state == "rejected":
+                raise InputError(
+                    "code_loop.part_rejected",
+                    "Proposal {proposal} contains proposal {part}, which was rejected. Reject proposal {proposal} too, or combine the other parts: "
+                    "'factory proposals combine'.",
+                    proposal=row.number,
+                    part=number,
+                )
+
+
+def _become(ledger: Ledger, row: ProposalRow, state: str, merged_parts: Sequence[int] = ()) -> None:
+    """Record a proposal's new state. ``merged_parts``: the proposals that were merged as its parts."""
     with ledger.begin() as tx:
         tx.execute(proposals.update().where(proposals.c.number == row.number).values(state=state))
+        for part in merged_parts:
+            tx.execute(proposals.update().where(proposals.c.number == part).values(state=MERGED_WITH))
+            record_event(tx, "proposal_merged_with", Subject("proposal", part), {"sum": row.number})

@@ -11,8 +11,8 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ledger.rows import SqlReader
 from kernels.contract.message import Message
 
-# The two events of a stage. BEGAN: {"stage", "situation"}, and "agent" and "proposal" where they apply. ENDED: {"began": id of the event BEGAN,
-# "seconds", "devices"} and the result: "profile", "proposal", "outcome", "nothing" or "failed". A stage that was killed has only BEGAN.
+# The two events of a stage. BEGAN: {"stage", "situation"}, and "agent", "proposal" and "parts" where they apply. ENDED: {"began": id of the event
+# BEGAN, "seconds", "devices"} and the result: "profile", "proposal", "outcome", "nothing" or "failed". A stage that was killed has only BEGAN.
 BEGAN, ENDED = "improving", "improved"
 WAITS = "improving_waits"  # event: {"why"}, after a stage that no other stage follows
 ALONE = "improving_alone"  # event: {"left_out": the agents that need a language model, if none is configured}
@@ -153,6 +153,8 @@ def format_stage_name(stage: Mapping[str, Any]) -> str:
     """
     if stage["stage"] == "propose":
         return f"propose by {stage['agent']}"
+    if parts := stage.get("parts"):
+        return f"{stage['stage']} proposals {' and '.join(map(str, parts))}"
     return f"{stage['stage']} proposal {stage['proposal']}" if "proposal" in stage else str(stage["stage"])
 
 
@@ -162,6 +164,6 @@ def format_stage_result(record: Mapping[str, Any]) -> str:
         return f"failed: {record['failed']}"
     if record.get("nothing"):
         return "nothing found"
-    if record["stage"] == "propose":
+    if record["stage"] in ("propose", "combine") and "proposal" in record:
         return f"proposal {record['proposal']}"
     return str(record.get("outcome") or "done")

@@ -1,6 +1,7 @@
 """Runs the code loop in the daemon: if the daemon has nothing else to do, it improves the training code, one stage at a time.
 
     profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
+               combine (held proposals into one)  ─┘
 
 The next stage follows from the ledger and the policy alone (``choose_next_stage``, a pure function). After a kill in a stage, the next call begins
 that stage again; an agent that is a language model continues from its checkpoint. A *situation* is the live commit, the recipe, the machine and
@@ -24,6 +25,7 @@ from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
 from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, NoModelReplyError, choose_endpoint
 from factory.code_loop.approvals import settle_waiting_proposals
+from factory.code_loop.combining import find_parts_to_combine, write_sum
 from factory.code_loop.improvements import (
     ALONE,
     BEGAN,
@@ -44,6 +46,7 @@ from factory.code_loop.submitting import (
     judge_proposal,
     mark_as_failed,
     mark_stale_proposals_as_failed,
+    remove_remains_and_get_live_commit,
     require_isolation,
     write_branch,
 )
@@ -59,7 +62,7 @@ from factory.ledger.writing import insert_row, record_event_once
 from kernels.contract.machine import describe_this_machine
 from kernels.contract.message import Message
 
-PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
+PROFILE, PROPOSE, COMBINE, JUDGE, MERGE = "profile", "propose", "combine", "judge", "merge"
 PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
 MOST_CUT = 3  # after so many kills, a stage is given up in this situation
 
@@ -71,10 +74,11 @@ class LoopStage:
     name: str
     agent: str = ""
     proposal: int | None = None
+    parts: tuple[int, ...] = ()  # of COMBINE: the held proposals
 
     def to_event_detail(self) -> dict[str, Any]:
         """Return the stage in the form in which events record it."""
-        named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
+        named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal, "parts": list(self.parts)}
         return {key: value for key, value in named.items() if value}
 
     def __str__(self) -> str:
@@ -95,6 +99,7 @@ class LoopState:
     killed: Mapping[str, int] = field(default_factory=dict)  # stage, as text → number of its kills in this situation
     begun: bool = False  # the last stage made a profile, for a proposal that is begun with it
     used: BudgetUse = BudgetUse()
+    parts: tuple[int, ...] = ()  # held proposals whose sum was not tried yet
 
 
 def choose_next_stage(state: LoopState) -> LoopStage | str:
@@ -111,6 +116,9 @@ def choose_next_stage(state: LoopState) -> LoopStage | str:
         return LoopStage(JUDGE, agent=state.written[1], proposal=state.written[0])
     if not state.begun and (beyond := state.used.find_exceeded_limit(state.policy.per_day.model_dump())):
         return Message("code_loop.waits_for_budget", "the code loop waits, because {problem}", problem=beyond)
+    combine = LoopStage(COMBINE, parts=state.parts)
+    if state.parts and state.killed.get(str(combine), 0) < MOST_CUT:
+        return combine
     if not state.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
     for agent in state.agents:
@@ -193,6 +201,7 @@ class CodeLoopSituation:
             killed,
             bool(ended) and "profile" in ended[-1][1],
             sum_budget_use(self.db, self.past_stages, now),
+            find_parts_to_combine(self.plant, self.db),
         )
 
     @cached_property
@@ -291,6 +300,9 @@ def _stage(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage: L
     with plant.workspace.hold_lock(LOCK):
         if stage.name == PROFILE:
             return {"profile": profile_live_code(plant, QUICK)}
+        if stage.name == COMBINE:
+            number = write_sum(plant, stage.parts, remove_remains_and_get_live_commit(plant))
+            return {"outcome": "refused"} if number is None else {"proposal": number}
         return _judge(plant, seen, stage) if stage.name == JUDGE else _propose(plant, situation, seen, stage)
 
 

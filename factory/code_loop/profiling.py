@@ -293,6 +293,8 @@ def run_profiler(
             exit_code = process.wait()
         finally:
             process.kill()
+    if exit_code and process.exceeded_limit:
+        last_lines = [process.exceeded_limit]
     if exit_code == USER_ERROR:
         raise InputError("code_loop.profiler_refused", "{line}", line=" ".join(last_lines[-1:])[:500])
     if exit_code:

@@ -240,7 +240,7 @@ def _with_model(
     """Run language models in parallel, submit their proposals, and return the proposals' numbers. Each run has its own seconds for measuring."""
 
     def work(run: AgentRun) -> int | None:
-        own = replace(bench)
+        own = replace(bench, run=run.number)
         drafted = runs.draft_proposal(run, role(run, own), own)
         if drafted is None:
             return None

@@ -1,7 +1,8 @@
 """Opens reverts: proposals that undo a merged patch because an audit or the loss doctor blames it. The verdict is that of the audit or the doctor.
 
-The gate does not measure a revert: the code without the patch was live before, and the reason is not speed. As with any other proposal, a
-person or the policy approves the revert.
+The gate does not measure a revert: the code without the patch was live before, and the reason is not speed. People may have edited other lines of the
+same files since (``factory.git.undo``), and the certificate compares the result before it trains. As with any other proposal, a person or the policy
+approves the revert.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from factory.code_loop.submitting import (
 )
 from factory.gates.release.judge import PROMOTE
 from factory.git import repository
+from factory.git.undo import make_revert_commit
 from factory.ledger.anomalies import (
     CLOSED,
     DIAGNOSED,
@@ -80,7 +82,7 @@ def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
 def propose_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     """Propose to undo an approved proposal on top of the live code. ``why``: the verdict that blames it. Returns the new proposal's number.
 
-    The caller holds the ``code-loop`` lock. Raises: RepositoryError if the proposal's files changed since; nothing is left then.
+    The caller holds the ``code-loop`` lock. Raises: RepositoryError if the proposal's lines changed since; nothing is left then.
     """
     code = plant.workspace.repository
     live = repository.get_live_commit(code)
@@ -102,7 +104,7 @@ def propose_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
         words=_in_words(plant.ledger, why),
     )
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
-    commit = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
+    commit = make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", title, hypothesis, 1.0, ())
     number, branch = record_drafted_proposal(plant, drafted, live)
     repository.make_branch(code, branch, commit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal, format_gain
+from factory.code_loop.held_proposals import ProposalDescents
 from factory.code_loop.workbench import list_judged_proposals
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
@@ -21,7 +22,7 @@ from factory.core.path_removal import remove_path
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import make_patch_gate
 from factory.gates.recipe.gate import count_tries_of_same_keys, is_recipe_patch, make_recipe_gate
-from factory.gates.release.judge import REJECT, Verdict
+from factory.gates.release.judge import HOLD, REJECT, Verdict
 from factory.gates.stage_interface import read_reasons
 from factory.gates.staged_gate import StagedGate, get_gate_folder
 from factory.git import repository
@@ -77,21 +78,24 @@ def remove_remains_and_get_live_commit(plant: Plant) -> str:
     return base
 
 
-def submit_proposal(plant: Plant, drafted: Proposal, base: str) -> int:
-    """Write an agent's proposal to a branch, judge it, and record the verdict. Returns the proposal's number."""
-    number = write_branch(plant, drafted, base)
+def submit_proposal(plant: Plant, drafted: Proposal, base: str, descent: Mapping[str, Any] | None = None) -> int:
+    """Write an agent's proposal to a branch, judge it, and record the verdict. Returns the proposal's number. ``descent``: as for
+    ``record_drafted_proposal``."""
+    number = write_branch(plant, drafted, base, descent=descent)
     if ProposalRow.get(plant.ledger, number).state == DRAFTED:
         judge_proposal(plant, number)
     return number
 
 
-def write_branch(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
+def write_branch(
+    plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED, descent: Mapping[str, Any] | None = None
+) -> int:
     """Write a proposal as a commit on a new branch, and return the proposal's number. A patch out of scope is rejected without a branch.
 
-    ``state``: DRAFTED if the caller judges the proposal now, WRITTEN if a later pass does.
+    ``state``: DRAFTED if the caller judges the proposal now, WRITTEN if a later pass does. ``descent``: as for ``record_drafted_proposal``.
     """
     agents = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml"))
-    number, branch = record_drafted_proposal(plant, drafted, base)
+    number, branch = record_drafted_proposal(plant, drafted, base, descent)
     plant.print_line(
         Message("code_loop.proposal", "  proposal {proposal}: {title}", proposal=number, title=drafted.title)
     )
@@ -172,10 +176,31 @@ def _decide(
     learns = is_recipe_patch(plant.workspace, applied)
     gate: StagedGate[Any] = make_recipe_gate(plant.workspace) if learns else make_patch_gate(plant.workspace)
     with devices.hold_device():
-        # The same edits under another target count as another try, and so does the same key of a recipe.
-        tries = sum(row.target == target or earlier == patch_id for row, earlier in list_judged_proposals(plant.ledger))
-        tries = 1 + max(tries, count_tries_of_same_keys(plant, applied) if learns else 0)
+        tries = compute_tries(plant.ledger, number, target, patch_id)
+        if learns:
+            tries = max(tries, 1 + count_tries_of_same_keys(plant, applied))
         return gate.judge_proposal(plant, number, applied, tries=tries, patch_id=patch_id)
+
+
+def compute_tries(ledger: Ledger, number: int, target: str, patch_id: str) -> int:
+    """Return the number of tries among which the judge divides the confidence for a proposal (``number``) that it is about to judge.
+
+    Each verdict on the same target, or on the same edits under another target, is one try. A sum has the targets of its parts, and counts as the one
+    of them that was tried most. The number doubles with each time that the same patch was held, whatever held it: code may stall when its time looks
+    bad. The k-th judgement of one patch then errs with at most 1 / (k · 2^(k−1)) of the allowed error, and all its judgements together, however many,
+    with at most Σ 1 / (k · 2^(k−1)) = 2 ln 2 ≈ 1.39 times the allowed error (the union bound).
+    """
+    descents = ProposalDescents(ledger)
+    judged = list_judged_proposals(ledger)
+    target_of = {row.number: row.target for row in ProposalRow.select(ledger)} | {number: target}
+    list_targets = lambda one: (
+        {target_of[part] for part in descents.list_parts(one) if part in target_of} or {target_of[one]}
+    )
+    earlier = [(list_targets(row.number), known) for row, known in judged]
+    tries = max(sum(own in targets or known == patch_id for targets, known in earlier) for own in list_targets(number))
+    family = set(descents.list_family(descents.find_root(number)))
+    held = sum(row.outcome == HOLD for row, _ in judged if row.number in family)
+    return (1 + tries) * 2**held
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
@@ -208,8 +233,14 @@ def require_isolation(workspace: Workspace) -> None:
         sandbox.run_in_sandbox([sys.executable, "-c", ""], output=Path(folder), limits=SandboxLimits(wall_seconds=30))
 
 
-def record_drafted_proposal(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
-    """Record a draft under the next number that neither the ledger nor a branch uses. Returns (number, name of the branch)."""
+def record_drafted_proposal(
+    plant: Plant, drafted: Proposal, base: str, descent: Mapping[str, Any] | None = None
+) -> tuple[int, str]:
+    """Record a draft under the next number that neither the ledger nor a branch uses. Returns (number, name of the branch).
+
+    ``descent``: ``{"again_of": N}`` if the same patch was judged before as proposal N; ``{"sum_of": [N, M, …]}`` if the patch combines those
+    proposals (``factory.code_loop.held_proposals.ProposalDescents``).
+    """
     with plant.ledger.begin() as tx:
         taken = {
             row[0] for row in tx.execute(sa.select(proposals.c.number))
@@ -219,7 +250,8 @@ def record_drafted_proposal(plant: Plant, drafted: Proposal, base: str) -> tuple
         said = {name: getattr(drafted, name) for name in PROPOSED.split()}
         own = {"number": number, "base_commit": base, "branch": branch, "state": DRAFTED, "created_at": time.time()}
         insert_row(tx, proposals, **said, **own)
-        record_event(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
+        detail = {"branch": branch, "patch_id": drafted.patch_id, **(descent or {})}
+        record_event(tx, "drafted", Subject("proposal", number), detail)
     return number, branch
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,24 +24,16 @@ from agents.core.workbench import (
     Measurement,
     MeasurementError,
     QuickCheck,
+    TryTable,
     UnreadableFileError,
+    Variant,
 )
-from factory.computing.tuned_kernels import KERNELS
+from factory.code_loop.trying import Tries, TryRecord, list_earlier_tries, list_lessons
 from factory.core import devices
 from factory.core.errors import InputError
-from factory.core.path_removal import remove_path
-from factory.gates.patch.changed_ops import (
-    ChangedOp,
-    find_changed_ops,
-    find_sections_of_other_devices,
-    find_unknown_ops,
-)
-from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patch.source_rules import find_source_problems as source_problems
-from factory.gates.patch.stages.oracle import run_quick_check
 from factory.gates.training_start import TrainingStart
 from factory.git import repository
-from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
+from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
@@ -51,22 +41,7 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
-# This program imports the modules named in argv. Its last line of output is the error, if there is one.
-IMPORT = ";".join(
-    (
-        "import importlib",
-        "import os",
-        "import sys",
-        "sys.path[0] = os.getcwd()",
-        "list(map(importlib.import_module, sys.argv[1:]))",
-    )
-)
-
-
-NOTHING_TO_TIME = Message(
-    "code_loop.nothing_to_time",
-    "nothing was timed, because the patch chooses no other implementation of an op in policies/kernels.yaml",
-)
+MOST_TRIES = 12  # earlier tries of a target that are shown, the newest
 
 
 class OutOfScopeError(InputError, UnreadableFileError):
@@ -85,6 +60,8 @@ class LiveWorkbench:
     profile: int | None = None  # the id of the line profile to work from; None: a new profile is made
     closed: frozenset[int] = frozenset()  # proposals whose targets agents leave alone
     by: str = ""  # who began the runs of the agents (``agent_runs.AgentRuns.by``)
+    run: int | None = None  # the run of an agent whose tries the ledger keeps; None: this object keeps them
+    tried: list[dict[str, Any]] = field(default_factory=list, init=False)
     written: dict[str, list[AgentWrittenLines]] = field(
         default_factory=dict
     )  # by path: a cache of the lines that agents wrote
@@ -141,99 +118,26 @@ class LiveWorkbench:
         if not self.agents_policy.is_shown(path) or path not in self.file_modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
-    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
-        """Check edits quickly: the stages scope and static, then in the sandbox the op oracle's first case or, for other code, an import.
+    @property
+    def tries(self) -> Tries:
+        """What this workbench's run tries, with its record in the ledger."""
+        record = TryRecord(self.plant, self.run, self.tried)
+        return Tries(self.plant, self.base, self.start, self.agents_policy, self.file_modes, record)
 
-        The check is no verdict: the gate checks everything again, from git. ``timed``: also time the ops whose implementation the edits change.
-        Raises: IsolationError.
+    def check(self, edits: Sequence[Edit], op: str = "") -> QuickCheck:
+        """Check edits quickly: the stages scope and static, then in the sandbox the op oracle's first case and an import of other code.
+
+        The check is no verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
-        if timed and self.measuring_seconds_left < 1:
-            problem = Message("code_loop.no_timing_left", "the time for measuring is used up: make the proposal now")
-            return QuickCheck("budget", (problem,))
-        changes = repository.convert_edits_to_changes(self.file_modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := find_scope_problems(self.agents_policy, changes, self.file_modes):
-            return QuickCheck("scope", tuple(found))
-        baseline = repository.checkout_live_code(self.plant.workspace, self.base)
-        for change in changes:
-            base = (baseline / change.path).read_bytes() if change.path in self.file_modes else None
-            refused = source_problems(change, base)
-            if change.path == KERNELS:
-                refused += find_unknown_ops(change.content) + find_sections_of_other_devices(base, change.content)
-            if refused:
-                return QuickCheck("static", tuple(refused))
-        with devices.hold_device():
-            began, spent = time.monotonic(), self.spent
-            checked = self._checked(baseline, changes, op, timed)
-            if timed:
-                self.spent = spent + time.monotonic() - began
-            return checked
+        return self.tries.check(edits, op)
 
-    def _checked(self, baseline: Path, changes: Sequence[FileChange], op: str, timed: bool) -> QuickCheck:
-        work = self.plant.workspace.root / "cache" / f"check-{threading.get_native_id()}"
-        remove_path(work)  # the folder of a process that was killed here
-        try:
-            candidate = work / "code"
-            shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
-            for change in changes:
-                (candidate / change.path).parent.mkdir(parents=True, exist_ok=True)
-                (candidate / change.path).write_bytes(change.content or b"")
-            return self._run(baseline, candidate, work, [change.path for change in changes], op, timed)
-        finally:
-            remove_path(work)
+    def try_variants(self, variants: Sequence[Variant], op: str = "", target: str = "") -> TryTable:
+        """Check variants, and time the correct ones beside the present code. Raises: IsolationError."""
+        return self.tries.make_table(variants, op, target)
 
-    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> QuickCheck:
-        device = devices.get_device_kind()
-        before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
-        ops = find_changed_ops(before, after, paths, device, self.start.kernels)
-        quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
-        policy = PatchPolicy.load(self.plant.workspace.policy_path("gates/patch.yaml")).oracle
-        if quick:
-            once = policy.patience.model_copy(
-                update={"again": 1.0}
-            )  # one try is enough here: the agent can check again, and the gate tries twice
-            policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
-            found = run_quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
-            if found["state"] != "passed":
-                return QuickCheck("oracle", tuple(found["reasons"]))
-            return QuickCheck("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
-        names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
-        command = [sys.executable, "-c", IMPORT, *names]
-        limits = SandboxLimits(wall_seconds=policy.patience.least_seconds)
-        done = sandbox.run_in_sandbox(
-            command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits
-        )
-        broken = Message(
-            "code_loop.no_import", "the changed files cannot be imported: {why}", why=done.describe_ending()
-        )
-        problems = () if done.ok else (broken,)
-        return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
-
-    def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
-        """Return lines with the times that the candidate's code reports. ``folder``: the code may write there, and nothing else reads it."""
-        words = []
-        for changed in ops:
-            if changed.before == changed.after:
-                continue
-            try:
-                timed = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
-            except MeasurementError as error:
-                words.append(error.message)
-            else:
-                words.append(
-                    Message(
-                        "code_loop.timed",
-                        "{op}: outside the training step, {after} is {ratio:.3f}x as fast as {before} (lower quartile "
-                        "{low:.3f}x; {ms:.2f} ms against {before_ms:.2f} ms)",
-                        op=changed.op,
-                        after=changed.after,
-                        before=changed.before,
-                        ratio=timed.ratio,
-                        low=timed.ratio_low,
-                        ms=timed.seconds * 1e3,
-                        before_ms=timed.against_seconds * 1e3,
-                    )
-                )
-        return tuple(words) or (NOTHING_TO_TIME,)
+    def list_earlier_tries(self, target: str) -> list[str]:
+        """Return what earlier runs tried on a target, and why they declined it, oldest first."""
+        return [*list_earlier_tries(self.plant, target, MOST_TRIES), *list_lessons(self.plant, target)]
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """Time an implementation against another: run ``kernels.contract.bench`` of the live code, in the sandbox, on the recipe's shapes.

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 # The keys of JSON output whose values are moments.
-MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"})
+MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until", "not_before"})
 
 
 def format_local_time(at: float) -> str:

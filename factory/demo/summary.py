@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from factory.core.verdict_lines import format_verdict_lines
 from factory.core.workspace import Workspace
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import CandidateRow, SegmentRow, SqlReader, VerdictRow
@@ -178,8 +179,9 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
             f"    proposal {proposal['number']} by {proposal['agent']}: {proposal['title']}  (branch {proposal['branch']})"
         )
         lines.append(f"      hypothesis: {proposal['hypothesis']}")
-        lines.append(f"      {(proposal['outcome'] or proposal['state']).upper()}")
-        lines += [f"      {reason}" for reason in proposal["reasons"] or []]
+        outcome = (proposal["outcome"] or proposal["state"]).upper()
+        verdict = format_verdict_lines(outcome, proposal["reasons"] or [], proposal["number"], proposal["report"])
+        lines += [f"      {line}" for line in verdict]
     return lines if facts["proposals"] else [*lines, "    nothing"]
 
 

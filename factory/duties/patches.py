@@ -12,7 +12,7 @@ from factory.audit.audit_segment import audit_segment
 from factory.audit.audit_windows import find_due_audits
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import revalidating
-from factory.code_loop.approvals import judge_held_patches_again
+from factory.code_loop.judging_again import judge_held_patch_again, list_due_judgements
 from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.duties.duty import Duty, DutyState, always_due
 from factory.ledger.plant import Plant
@@ -63,10 +63,6 @@ JUDGE_MERGED_AGAIN = Duty(
     "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again when their environment has changed"), always_due,
     lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
-JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge again the patches that were held only because of a time limit"), always_due,
-    lambda plant, _: judge_held_patches_again(plant), trains=True, each="pass",
-)  # fmt: skip
 OVERDUE_AUDIT = Duty(
     "audit", Message("duties.overdue_audit", "if too many segments wait for an audit, replay a window of a segment before more training"),
     lambda state: _waiting(state, overdue=True), _audit, trains=True, fills_disk=True,
@@ -74,6 +70,11 @@ OVERDUE_AUDIT = Duty(
 AUDIT = Duty(
     "audit", Message("duties.audit", "replay a window of a segment that was trained with a patch"), _waiting, _audit, trains=True, fills_disk=True,
     when_idle=True,
+)  # fmt: skip
+JUDGE_HELD_AGAIN = Duty(
+    "judge_held_again", Message("duties.judge_held_again", "when the machine is quiet, judge a patch again that only noise, a time limit or a "
+                                                           "missing device held"),
+    lambda state: list_due_judgements(state.plant, state.db), judge_held_patch_again, trains=True, fills_disk=True, when_idle=True,
 )  # fmt: skip
 IMPROVE = Duty(
     "improve", Message("duties.improve", "profile, propose a patch, judge it and merge it if the policy allows, one stage at a time"), _improvement,

@@ -43,7 +43,6 @@ DUTIES: tuple[Duty, ...] = (
     OPEN_REVERTS,
     FOLLOW_APPROVALS,
     JUDGE_MERGED_AGAIN,
-    JUDGE_HELD_AGAIN,
     INGEST,
     REPORT_RELEASABLE,
     PUBLISH_REPORTS,
@@ -63,5 +62,6 @@ DUTIES: tuple[Duty, ...] = (
     REPLICATE,  # before the retention policy removes its first checkpoint
     PLAN_TRUNK,
     AUDIT,
+    JUDGE_HELD_AGAIN,
     IMPROVE,
 )

@@ -23,6 +23,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from kernels.contract.message import Message
 
+CODE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
 """``{"state": …, "reasons": […]}`` and the measurements of a stage. The states are 'passed', 'failed', 'missing' (the stage could not measure) and
@@ -57,6 +58,11 @@ class PatchCase(Generic[Policy]):
     @property
     def changed_paths(self) -> list[str]:
         return [change.path for change in self.changes]
+
+    @property
+    def changes_code(self) -> bool:
+        """True if the patch changes Python, C++ or CUDA C++, so that code runs which nobody approved."""
+        return any(path.endswith(CODE_SUFFIXES) for path in self.changed_paths)
 
     @property
     def candidate(self) -> Path:

@@ -6,7 +6,7 @@ stopped gives missing evidence, which holds a patch and does not reject it. A st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -53,18 +53,6 @@ def run_attempts_with_limits(
 def make_out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
     """Return missing evidence for a stage that a time limit ended. The daemon judges the patch again later."""
     return make_missing_evidence(reason, out_of_time=True, **measured)
-
-
-def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the evidence of the only stage that did not pass, if it is missing; else {}. ``evidence``: of the patch's verdict."""
-    stages = evidence.get("stages") or {}
-    found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
-    return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
-
-
-def was_held_by_time_limit_only(evidence: Mapping[str, Any]) -> bool:
-    """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
-    return find_only_missing_stage(evidence).get("out_of_time") is True
 
 
 def make_stopped_message(process: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:

@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -175,9 +175,14 @@ class RepositoryError(FactoryError):
 
 
 def run_git(
-    folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
+    folder: Path,
+    *arguments: str,
+    data: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+    check: bool = True,
+    accepted_codes: Collection[int] = (0,),
 ) -> bytes:
-    """Run one git command with ``data`` as standard input, and return its output.
+    """Run one git command with ``data`` as standard input, and return its output. With another exit code than ``accepted_codes``, it has failed.
 
     Raises: RepositoryError if the command fails. Without ``check``, a failed command returns b'', unless a fault of the machine is the cause.
 
@@ -196,8 +201,9 @@ def run_git(
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
         inherited = [] if turn is None else [turn]
         status, output, error = Git().execute(words, istream=given, pass_fds=inherited, **AS_BYTES)
-    fault = parse_printed_fault(error) if status else None
-    if status and (check or fault):
+    failed = status not in accepted_codes
+    fault = parse_printed_fault(error) if failed else None
+    if failed and (check or fault):
         raise RepositoryError(
             "git.command_failed",
             "git {command} failed in {folder}: {why}",
@@ -205,7 +211,7 @@ def run_git(
             folder=folder,
             why=error.strip()[-500:] or f"exit code {status}",
         ) from fault
-    return b"" if status else output
+    return b"" if failed else output
 
 
 def read_git_line(folder: Path, *arguments: str, **how: Any) -> str:

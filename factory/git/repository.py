@@ -267,24 +267,6 @@ def is_ancestor(repository: Path, commit: str, older: str) -> bool:
     return True
 
 
-def make_revert_commit(repository: Path, live: str, base: str, commit: str, message: str) -> str:
-    """Make a commit on top of ``live`` that reverts the changes from ``base`` to ``commit``. No branch is moved.
-
-    Returns the commit; ``live`` if the changes are reverted already. Raises: RepositoryError that names files that were changed again later.
-    """
-    now, ours, before = (read_tree_entries(repository, name) for name in (live, commit, base))
-    paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
-    if all(now.get(path) == before.get(path) for path in paths):
-        return live
-    if newer := sorted(path for path in paths if now.get(path) != ours.get(path)):
-        raise RepositoryError(
-            "git.changed_again",
-            "{files} changed again after the merge of the proposal: revert the proposal by hand",
-            files=newer,
-        )
-    return make_commit(repository, live, read_file_changes(repository, commit, base), message) or live
-
-
 def advance_branch(repository: Path, base: str, commit: str) -> None:
     """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call completes the move.
 

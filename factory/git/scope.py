@@ -110,10 +110,14 @@ class ScopeRule(StrictPolicy):
     paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
     suffixes: list[str]
 
+    def is_place_of(self, path: str) -> bool:
+        """Return whether a path is where the rule applies, whatever its suffix."""
+        folder, star, _ = self.paths.partition("**")
+        return path.startswith(folder) if star else path == self.paths
+
     def covers(self, path: str) -> bool:
         """Return whether the rule allows a path."""
-        folder, star, _ = self.paths.partition("**")
-        return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
+        return self.is_place_of(path) and path.endswith(tuple(self.suffixes))
 
 
 NATIVE = (".cpp", ".cu", ".cuh", ".h")  # sources that agents may read beside the Python that runs them
@@ -133,7 +137,11 @@ class AgentsPolicy(StrictPolicy):
     max_patch_bytes: Count = 200_000
     """The most bytes of all changed files together."""
     measure_seconds: float = Field(default=60.0, gt=0)
-    """The most seconds that an agent may spend on measuring implementations before it proposes."""
+    """The most seconds that an agent may spend on measuring implementations that exist already, before it proposes."""
+    max_tries: int = Field(default=24, ge=0)
+    """The most variants of a patch that one run of an agent may have timed (``try_patch``). 0: their results are checked, but nothing is timed."""
+    try_seconds: float = Field(default=240.0, ge=0)
+    """The most seconds of timing for these variants together. Start-up, compilation and checks of results do not count."""
     improve: ImprovementPolicy = ImprovementPolicy()
     llm: LlmPolicy = LlmPolicy()
 
@@ -162,13 +170,13 @@ class AgentsPolicy(StrictPolicy):
         stem, dot, suffix = path.rpartition(".")
         return self.is_readable(path) or (dot + suffix in NATIVE and self.is_readable(f"{stem}.py"))
 
-    def is_protected(self, path: str) -> bool:
-        """Return whether only people may change a path. Upper and lower case count as equal, as on some file systems.
+    def find_protecting_rule(self, path: str) -> str:
+        """Return the rule of ``out_of_scope`` by which only people may change a path; '' if there is none. Upper and lower case count as equal, as
+        on some file systems.
 
-        >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
-        >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
-        >>> policy.is_protected("trainer/contract/recipe.py"), policy.is_protected("trainer/Contract/new.py"), policy.is_protected("trainer/run.py")
-        (True, True, False)
+        >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"])
+        >>> [policy.find_protecting_rule(f"trainer/{path}") for path in ("contract/recipe.py", "Contract/new.py", "run.py")]
+        ['trainer/contract/**', 'trainer/contract/**', '']
         >>> policy.is_protected("trainer/__init__.py")  # importing trainer.contract runs it
         True
         """
@@ -178,8 +186,16 @@ class AgentsPolicy(StrictPolicy):
             parts = folder.split("/")
             above = {"/".join((*parts[:n], "__init__.py")) for n in range(1, len(parts))}
             if path in above or path == f"{folder}.py" or path.startswith(f"{folder}/"):
-                return True
-        return False
+                return pattern
+        return ""
+
+    def is_protected(self, path: str) -> bool:
+        """Return whether only people may change a path."""
+        return bool(self.find_protecting_rule(path))
+
+    def list_suffixes_at(self, path: str) -> list[str]:
+        """Return the suffixes that a file at this place may have; [] if no rule of ``scope`` is for this place."""
+        return sorted({suffix for rule in self.scope if rule.is_place_of(path) for suffix in rule.suffixes})
 
     def is_patchable(self, path: str) -> bool:
         """Return whether agents may patch a file."""
@@ -281,16 +297,28 @@ def _above(path: str) -> list[str]:
 
 def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     yield from _name_problems(change.path)
-    if policy.is_protected(change.path):
+    if rule := policy.find_protecting_rule(change.path):
         yield Message(
             "scope.protected",
-            "only people may change this file, because the factory judges patches with it or imports it",
+            "only people may change this file, by the rule {rule} of out_of_scope in policies/agents.yaml: the factory judges patches with it or "
+            "imports it",
+            rule=rule,
         )
     if not policy.is_readable(change.path):
-        yield Message(
-            "scope.not_patchable",
-            "this file is outside the paths that patches may change ({scope})",
-            scope=[rule.paths for rule in policy.scope],
+        suffixes = policy.list_suffixes_at(change.path)
+        yield (
+            Message(
+                "scope.wrong_suffix",
+                "a patch may change only files that end with {suffixes} here, by the rule {rules} of scope in policies/agents.yaml",
+                suffixes=suffixes,
+                rules=[rule.paths for rule in policy.scope if rule.is_place_of(change.path)],
+            )
+            if suffixes
+            else Message(
+                "scope.not_patchable",
+                "this file is outside the paths that patches may change ({scope})",
+                scope=[rule.paths for rule in policy.scope],
+            )
         )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
         kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")

@@ -292,7 +292,8 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' (→ 'written': it waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': it waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded' |
+    # 'merged-with' (a sum that contains it was merged); 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
@@ -307,7 +308,7 @@ agent_runs = sa.Table(  # runs of a language model on a proposal or a diagnosis;
     C("asked", T, nullable=False),  # the target that a person named, or ''
     C("base_commit", T, nullable=False),
     C("profile", N, nullable=False),
-    C("state", T, nullable=False),  # 'running' → 'proposed' | 'worded' | 'nothing' | 'abandoned'
+    C("state", T, nullable=False),  # 'running' → 'proposed' | 'worded' | 'declined' | 'nothing' | 'abandoned'
     C("proposal", N),
     C("why", T),
     C("created_at", F, nullable=False),

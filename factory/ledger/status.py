@@ -75,7 +75,7 @@ def read_status(workspace: Workspace) -> dict[str, Any]:
         {"segment": Subject.parse(subject).number, **window}
         | {"verdict": next((v for v in reversed(verdicts) if (v["gate"], v["subject"]) == ("audit", subject)), None)}
         for subject, window in {row["subject"]: row["detail"] for row in drawn}.items()
-        if window["last"] > window["first"]
+        if window["last"] > 0
     ]
     totals: dict[str, dict[str, int]] = {}
     for shard in shards:

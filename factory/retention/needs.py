@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from factory.audit.audit_windows import DRAWN, AuditWindow, count_audit_tries
+from factory.audit.audit_windows import DRAWN, AuditWindow, is_audit_over
 from factory.audit.policy import AuditPolicy
-from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replica_noise import find_anneal_due_for_replicas
@@ -77,11 +76,7 @@ class RetentionNeeds:
                     row.parent, Message("needs.parent", "{why} and starts from this checkpoint", why=why)
                 )
             if row.kind == "average":
-                sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
-                for event in db.read(sql, subject=str(Subject("segment", row.id))):
-                    for source in event["detail"]["average"]["sources"]:
-                        averaged = Message("needs.averaged", "{why} and averages this checkpoint", why=why)
-                        self.steps.setdefault((source["segment"], source["step"]), averaged)
+                self._averaged(db, row.id, why)
 
     def _trunk(self, db: SqlReader) -> None:
         """Find the checkpoints from which the next segments start, and from which the gates train."""
@@ -146,15 +141,23 @@ class RetentionNeeds:
         }
         for number in drawn:
             window, row = AuditWindow.find_for_segment(db, number), SegmentRow.get(db, number)
-            verdict = VerdictRow.find_newest(db, AUDIT, Subject("segment", number))
-            over = verdict is not None and (verdict.outcome != "hold" or count_audit_tries(db, number) >= policy.tries)
-            if window is None or not window.step_count or over or row.state == "rewound":
+            over = is_audit_over(db, number, policy)
+            if window is None or not window.is_audited or over or row.state == "rewound":
                 continue
             why = Message("needs.audit", "the audit of segment {segment} is not done", segment=number)
             self.audits.setdefault(number, why)
             self.checkpoints.setdefault(number, why)
             if row.parent is not None:
                 self.ends.setdefault(row.parent, why)
+            if row.kind == "average":
+                self._averaged(db, row.id, why)
+
+    def _averaged(self, db: SqlReader, segment: int, why: str) -> None:
+        sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
+        for event in db.read(sql, subject=str(Subject("segment", segment))):
+            for source in event["detail"]["average"]["sources"]:
+                averaged = Message("needs.averaged", "{why} and averages this checkpoint", why=why)
+                self.steps.setdefault((source["segment"], source["step"]), averaged)
 
     def _replicas(self, db: SqlReader, policy: ReleasePolicy) -> None:
         if wanted := find_anneal_due_for_replicas(db, policy.replicas):

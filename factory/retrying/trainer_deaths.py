@@ -126,6 +126,14 @@ def classify_trainer_ending(code: int, log_line: str, log: str, kills_before: in
     )
 
 
+def classify_exceeded_limit(code: int, says: str) -> TrainerFailure | None:
+    """Return how a trainer ended that exceeded a limit of its sandbox; None if it did not. ``says``: ``RunningCommand.exceeded_limit``.
+
+    Another try may need less, as after a leak, so such an end is a crash, and is repeated as one.
+    """
+    return TrainerFailure(CRASHED, says) if says and code else None
+
+
 def _signal(code: int, log: str) -> int:
     """Return the signal that ended the trainer, or that ended the first rank in torchrun's report; 0: none."""
     if code < 0:

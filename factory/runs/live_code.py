@@ -110,7 +110,7 @@ class LiveCode:
     ) -> subprocess.CompletedProcess[str]:
         """Run ``python`` with ``words``, and wait for its end. ``on_line`` gets each line of its standard error.
 
-        A process that hangs is killed, and the last line of its standard error then says so.
+        A process that hangs or exceeds a limit of the sandbox is killed, and the last line of its standard error then says so.
 
         Raises: IsolationError.
         """
@@ -131,6 +131,10 @@ class LiveCode:
                         errors.append(line)
                     process.wait()
                 errors += [f"{line}\n" for line in killed]
+                if process.returncode and process.exceeded_limit:
+                    errors.append(
+                        f"{Message('runs.tool_over_limit', 'the command {limit}', limit=process.exceeded_limit)}\n"
+                    )
             except IsolationError as error:
                 raise IsolationError(
                     "runs.not_run",

@@ -37,6 +37,7 @@ from factory.retrying.trainer_deaths import (
     KILLED,
     OUT_OF_MEMORY,
     TrainerFailure,
+    classify_exceeded_limit,
     classify_trainer_ending,
     count_oom_kills,
 )
@@ -171,6 +172,8 @@ class _Lane:
             remove_links_and_pipes(folder, plant.progress)
         status, line = find_trainer_exit_code(process.wait(), folders), find_failure_line(log)
         ending = classify_trainer_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+        if beyond := classify_exceeded_limit(status, process.exceeded_limit):
+            ending, line = beyond, beyond.says
         if hung:
             ending = TrainerFailure(HUNG, f"hung and was killed: {hung}")
         if status == EXIT_DISK_FULL:

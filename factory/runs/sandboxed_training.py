@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextvars
 import errno
+import math
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,15 +49,17 @@ class ArmRunEnd:
     out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
     cpu: UsedCpuSeconds | None = None  # CPU time of the sandbox in this time; None: unknown, or there was only one arm
     opened: int = -1  # descriptor of ``folder`` if there are several arms, valid until the iterator is closed
+    init: int = 0  # process number of the init of the sandbox, which runs until the iterator is closed; 0: it has ended
 
 
 def train_sandboxed(
-    output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+    output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float, allowed: Callable[[], float] | None = None
 ) -> Generator[ArmRunEnd, None, None]:
     """Train ``arms`` in their folders below ``output``, each arm when the iterator is asked for it. The trainer may write only there.
 
     The iterator ends after the first failed arm. The caller must close it, which ends the trainer. If the base of an arm has steps after the arm's
-    last checkpoint, the trainer is ended at this checkpoint. ``wall_seconds``: the limit for all arms together.
+    last checkpoint, the trainer is ended at this checkpoint. ``wall_seconds``: the limit for all arms together. ``allowed``: returns, when an arm is
+    requested, the seconds that it may take.
     Raises: IsolationError; OSError for a fault of the machine.
     """
     with ExitStack() as held:
@@ -66,7 +69,7 @@ def train_sandboxed(
         held.enter_context(devices.hold_device())  # the wait for a device does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
         for one in waiting:
-            ended = trainer.train(one, shown=len(waiting) == 1)
+            ended = trainer.train(one, shown=len(waiting) == 1, allowed=allowed() if allowed else math.inf)
             yield ended
             if ended.failed:
                 return
@@ -102,7 +105,7 @@ class _Trainer:
     def __init__(
         self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> None:
-        self._enough, self._inits = threading.Event(), list[int]()
+        self._enough, self._inits, self._late = threading.Event(), list[int](), False
         python = next(iter(arms.values())).environment
         command = [python or sys.executable, "-m", "trainer", *["--wait"][: len(arms) - 1], *map(str, arms)]
         reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
@@ -126,11 +129,15 @@ class _Trainer:
         held.callback(self._enough.set)
         thread.start()
 
-    def train(self, arm: _Waiting, shown: bool) -> ArmRunEnd:
-        """Train an arm. ``shown``: the trainer was started with this arm. Raises: IsolationError if nothing was run; OSError."""
+    def train(self, arm: _Waiting, shown: bool, allowed: float) -> ArmRunEnd:
+        """Train an arm. ``shown``: the trainer was started with this arm. ``allowed``: the seconds that it may take, with a start of the trainer.
+
+        Raises: IsolationError if nothing was run; OSError.
+        """
         used, began = cpu_clock.CpuReading(), time.monotonic()
+        deadline = began + allowed
         if not shown:
-            if not self._wait_for(arm.opened, "ready"):
+            if not self._wait_for(arm.opened, "ready", deadline):
                 return self._failed(arm.path, 0.0)
             try:
                 if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
@@ -145,7 +152,7 @@ class _Trainer:
                 )
         goes_on = arm.last < arm.spec["last_step"]
         left = f"checkpoints/{format_checkpoint_name(arm.last)}/manifest.json" if goes_on else "result.json"
-        there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
+        there, seconds = self._wait_for(arm.opened, left, deadline), time.monotonic() - began
         if not there:
             return self._failed(arm.path, seconds)
         cpu = (
@@ -156,10 +163,12 @@ class _Trainer:
         if goes_on:
             self._enough.set()
             self._process.result()
-        return ArmRunEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
+        return ArmRunEnd(
+            arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened, init=0 if goes_on else self._inits[0]
+        )
 
-    def _wait_for(self, folder: int, name: str) -> bool:
-        """Wait until a file exists (then it is complete) or the trainer has ended. Returns whether it exists."""
+    def _wait_for(self, folder: int, name: str, deadline: float) -> bool:
+        """Wait until a file exists (then it is complete), the trainer has ended, or the deadline ends it. Returns whether the file exists."""
         while True:
             over = self._process.done()
             try:
@@ -168,13 +177,16 @@ class _Trainer:
             except OSError:
                 if over:
                     return False
+            if time.monotonic() > deadline:
+                self._late = True
+                self._enough.set()
             time.sleep(POLL_SECONDS)
 
     def _failed(self, path: Path, seconds: float) -> ArmRunEnd:
         result = self._process.result()
         early = Message("runs.ended_early", "the trainer ended before the run was done")
         why = early if result.ok else result.describe_ending()
-        return ArmRunEnd(path, seconds, why, result.timed_out)
+        return ArmRunEnd(path, seconds, why, result.timed_out or self._late)
 
 
 def _read_by(arm: Arm) -> list[Path]:

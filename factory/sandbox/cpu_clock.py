@@ -39,7 +39,7 @@ def read_cpu_seconds(init_pid: int) -> CpuReading:
     An ended child without a wait is not counted. Code can hide work in this way, so no decision about new code depends on this clock.
     """
     total, threads = 0.0, {}
-    for process in read_process_tree(init_pid, ENOUGH)[0]:
+    for process in read_process_tree(init_pid, ENOUGH).processes:
         try:
             total += time.clock_gettime((~process << 3) | PROCESS_CLOCK) + _waited_for(process)
             for thread in os.listdir(f"/proc/{process}/task"):

@@ -1,7 +1,8 @@
 """Runs approved code in the sandbox without a time limit: live training and its tools.
 
 The isolation is that of ``sandbox.run_in_sandbox``: a network with loopback only, no home, no other processes, and only the files that the caller
-names. There are three differences: time, memory and size are not limited, a SIGTERM reaches the command, and the caller chooses where output goes.
+names. There are four differences: time and size are not limited, the limits of memory and processes are generous (``live_limits``), a SIGTERM reaches
+the command, and the caller chooses where output goes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
+from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox.filesystem_view import list_writable_system_paths, make_cache_variables, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
+from factory.sandbox.live_limits import LimitWatch, LiveLimits, offer_to_oom_killer
 from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.set_id_bits import remove_set_id_bits
 from trainer.contract import stopping
 
 # Prefixes of environment variables that may change how code computes and contain no secrets. No other variables are passed on.
@@ -44,17 +48,26 @@ class RunningCommand:
         init: int = 0,
         status: IO[bytes] | None = None,
         links: contextlib.ExitStack | None = None,
+        watch: LimitWatch | None = None,
     ) -> None:
         """``events`` arrive through ``status``. ``init``: the process number of the sandbox's init. ``links`` are removed at its end.
+
+        ``watch`` ends the sandbox when it exceeds a limit.
 
         Without a sandbox, only ``process`` is given.
         """
         self.process, self.events, self.init = process, events, init
         self._status = status  # kept open while events arrive
         self._links = links or contextlib.ExitStack()
+        self._watch = watch
         self._end = _pidfd(init) if init else None
         self.pid = process.pid
         self.returncode: int | None = None
+
+    @property
+    def exceeded_limit(self) -> str:
+        """The limit that the command exceeded, as a predicate; '' if none. It is final when ``wait`` or ``kill`` has returned."""
+        return self._watch.exceeded if self._watch else ""
 
     def wait(self, seconds: float | None = None) -> int:
         """Wait for the command's end. Returns its exit code, or −n after signal n.
@@ -67,7 +80,9 @@ class RunningCommand:
             if self.events is not None:
                 written = self.events.read_all()
                 if code >= 0 and not any("exit-code" in event for event in written):
-                    self.returncode = code
+                    self.returncode = -signal.SIGKILL if self.exceeded_limit else code
+                    if self.exceeded_limit:
+                        return self.returncode
                     raise IsolationError(
                         "sandbox.not_started",
                         "The sandbox could not be set up, and nothing was run. The sandbox's log says why",
@@ -103,6 +118,8 @@ class RunningCommand:
             with self._end:
                 select.select([self._end], [], [])
             self._end = None
+        if self._watch is not None:
+            self._watch.join()
         self._links.close()
 
     def read_error_lines(self) -> Iterator[str]:
@@ -151,7 +168,9 @@ def start_in_sandbox(
             )
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_PREFIXES)}
     variables = {**make_sandbox_environment(cache), **passed, **make_cache_variables(cache), **LOOPBACK, **environment}
-    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *list_writable_system_paths(nodes)]}
+    limits = LiveLimits.of_this_machine()
+    rlimits = {"RLIMIT_CORE": 0, **limits.make_rlimits(gpu=bool(nodes))}
+    rules = {"rlimits": rlimits, "writable": [*map(str, folders), *list_writable_system_paths(nodes)]}
     with SandboxPipes() as opening, contextlib.ExitStack() as links:
         arguments = bubblewrap.build_bubblewrap_command(
             build_launcher_command(command, rules, opening),
@@ -168,6 +187,11 @@ def start_in_sandbox(
         status = opening.copy_status_pipe()
         events = StatusPipe(status.fileno())
         process: subprocess.Popen[bytes] | None = None
+        watch = None
+        for folder in folders:
+            remove_set_id_bits(folder)  # left by a factory that was killed with its sandbox
+            links.callback(remove_set_id_bits, folder)
+        groups = links.enter_context(sandbox_cgroup.make_control_groups(limits.tasks, limits.memory))
         try:
             process = subprocess.Popen(
                 arguments,
@@ -180,6 +204,11 @@ def start_in_sandbox(
             )
             opening.close_inherited()
             init = events.wait_for_child()
+            if init is not None:
+                sandbox_cgroup.move_sandbox_into_groups(groups, init)
+                offer_to_oom_killer(init)
+                with contextlib.suppress(ProcessLookupError):  # it ended at once
+                    watch = LimitWatch(init, groups, limits)
             opening.start_command()
         except BaseException:
             opening.close_inherited()
@@ -188,7 +217,7 @@ def start_in_sandbox(
                 process.kill()
                 process.wait()
             raise
-        return RunningCommand(process, events, init or 0, status, links.pop_all())
+        return RunningCommand(process, events, init or 0, status, links.pop_all(), watch)
 
 
 def find_sandbox_problem() -> str:

@@ -38,7 +38,9 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.filesystem_view import LAUNCHER_INSIDE, list_writable_system_paths, make_sandbox_environment
 from factory.sandbox.linked_mounts import make_linked_mounts
+from factory.sandbox.live_limits import offer_to_oom_killer
 from factory.sandbox.pipes import SandboxPipes, StatusPipe, build_launcher_command, kill_sandbox_and_wait
+from factory.sandbox.set_id_bits import remove_set_id_bits
 from factory.sandbox.usage import measure_deleted_files, measure_folder, measure_free_disk_bytes, read_process_tree
 from kernels.contract.message import Message
 
@@ -151,7 +153,7 @@ def run_in_sandbox(
         )
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
-        with sandbox_cgroup.make_limited_control_group(limits.processes * TASKS) as group:
+        with sandbox_cgroup.make_control_groups(limits.processes * TASKS) as groups:
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
@@ -166,8 +168,9 @@ def run_in_sandbox(
                 opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
                 child = events.wait_for_child()  # known before the command starts; None if bubblewrap failed
-                if group is not None and child is not None:
-                    sandbox_cgroup.move_sandbox_into_group(group, child)
+                if child is not None:
+                    sandbox_cgroup.move_sandbox_into_groups(groups, child)
+                    offer_to_oom_killer(child)
                 if begun is not None and child is not None:
                     begun(child)
                 opening.start_command()
@@ -183,6 +186,7 @@ def run_in_sandbox(
                 for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
                     tail.close()
+                remove_set_id_bits(output)
     code = next((event["exit-code"] for event in written if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
@@ -284,15 +288,15 @@ class _Held:
         return True
 
     def _look(self) -> None:
-        processes, memory = read_process_tree(self.process.pid, self.limits.processes)
-        self.peak_memory = max(self.peak_memory, memory)
-        if len(processes) > self.limits.processes:
+        tree = read_process_tree(self.process.pid, self.limits.processes)
+        self.peak_memory = max(self.peak_memory, tree.memory)
+        if len(tree.processes) > self.limits.processes:
             self.stopped = "processes"
-        elif memory > self.limits.memory:
+        elif tree.memory > self.limits.memory:
             self.stopped = "memory"
         now = time.monotonic()
         if now >= self._next_look_at_output:
-            size, files = self._output(processes[2:])  # without bubblewrap's own two processes
+            size, files = self._output(tree.processes[2:])  # without bubblewrap's own two processes
             if size > self.limits.output or files > self.limits.output_files:
                 self.stopped = self.stopped or "output"
             # Walking a folder with many files is slow, so the walks may take at most a twentieth of the time.
@@ -370,8 +374,8 @@ def describe_sandbox() -> dict[str, str]:
 
 
 def _task_limit() -> Message:
-    with sandbox_cgroup.make_limited_control_group(1) as group:
-        if group is not None:
+    with sandbox_cgroup.make_control_groups(1) as groups:
+        if groups.limits_tasks:
             return Message("sandbox.control_group", "a control group limits the number of processes and threads")
     if os.geteuid() == 0:
         return Message(

@@ -1,7 +1,9 @@
 """Assembles the sandbox's seccomp filter. It denies system calls that training never needs and that escapes often use.
 
-It is a classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled without a library. A denied call returns EPERM. Only clone3
-returns ENOSYS: the C library then uses clone, whose flags the filter can read.
+It is a classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled without a library. A denied call returns EPERM. Only clone3 and
+openat2 return ENOSYS, because their arguments are in memory: programs then use clone and openat, whose arguments the filter can read.
+
+No call can give a file the bit of setuid or setgid: the file would be the factory user's, so every user of the machine could run it as this user.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ CALLS = {
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
     "fsmount": (432, 432), "fspick": (433, 433), "pidfd_getfd": (438, 438), "mount_setattr": (442, 442),
 }  # fmt: skip
-CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+CLONE, CLONE3, OPENAT2, SOCKET = (56, 220), (435, 435), (437, 437), (41, 198)
+# Calls that set the mode of a file: (x86_64, aarch64), and which argument is the mode. aarch64 lacks the older calls.
+MODES = {
+    "chmod": (90, None, 1), "fchmod": (91, 52, 1), "fchmodat": (268, 53, 2), "fchmodat2": (452, 452, 2),
+    "creat": (85, None, 1), "mknod": (133, None, 1), "mknodat": (259, 33, 2),
+}  # fmt: skip
+OPENS = {"open": (2, None, 2), "openat": (257, 56, 3)}  # the argument before the mode says whether the mode counts
+NEW_FILE = 0o100 | 0o20000000  # O_CREAT and O_TMPFILE's own bit (asm-generic/fcntl.h)
+SET_ID = 0o6000  # S_ISUID and S_ISGID
+DEVICE = 0o020000  # set in S_IFCHR and S_IFBLK, and in no other type of file that mknod makes
 NEW_NAMESPACES = 0x7E020000 | 0x00000080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
 # AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK stay in the sandbox's own network namespace. AF_VSOCK would reach the hypervisor.
 FAMILIES = (1, 2, 10, 16)
@@ -38,7 +49,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 LOAD, JUMP_EQ, JUMP_GE, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, DENY = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; of an argument, the lower half comes first
 
 
 @functools.cache
@@ -57,10 +68,30 @@ def assemble_filter(machine: str = platform.machine()) -> bytes:
         code += [(JUMP_GE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # kills calls of the x32 table
     for numbers in CALLS.values():
         code += [(JUMP_EQ, 0, 1, numbers[column]), (RETURN, 0, 0, DENY | errno.EPERM)]
-    code += [(JUMP_EQ, 0, 1, CLONE3[column]), (RETURN, 0, 0, DENY | errno.ENOSYS)]
-    code += [(JUMP_EQ, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_SET, 0, 1, NEW_NAMESPACES)]
-    code += [(RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]
+    for numbers in (CLONE3, OPENAT2):
+        code += [(JUMP_EQ, 0, 1, numbers[column]), (RETURN, 0, 0, DENY | errno.ENOSYS)]
+    code += _deny_bits(CLONE[column], 0, NEW_NAMESPACES)
+    for name, (*numbers, mode) in MODES.items():
+        code += _deny_bits(numbers[column], mode, SET_ID | (DEVICE if name.startswith("mknod") else 0))
+    for *numbers, mode in OPENS.values():
+        code += _deny_bits(numbers[column], mode, SET_ID, unless_lacks=(mode - 1, NEW_FILE))
     code += [(JUMP_EQ, 0, 2 + len(FAMILIES), SOCKET[column]), (LOAD, 0, 0, FIRST_ARGUMENT)]
     code += [(JUMP_EQ, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
     code += [(RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+
+
+def _deny_bits(
+    call: int | None, argument: int, bits: int, unless_lacks: tuple[int, int] | None = None
+) -> list[tuple[int, int, int, int]]:
+    """Return the instructions that deny ``call`` if ``argument`` has one of ``bits``, and else allow it; none for a call that does not exist.
+
+    ``unless_lacks``: another argument, which must have one of other bits too.
+    """
+    if call is None:
+        return []
+    tests = [(argument, bits)] if unless_lacks is None else [unless_lacks, (argument, bits)]
+    code = [(JUMP_EQ, 0, 2 * len(tests) + 2, call)]
+    for left, (number, wanted) in zip(reversed(range(len(tests))), tests, strict=True):
+        code += [(LOAD, 0, 0, FIRST_ARGUMENT + 8 * number), (JUMP_SET, 0, 2 * left + 1, wanted)]
+    return [*code, (RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]

@@ -5,24 +5,35 @@ The functions run during timed work, so they are cheap: they read only the ``/pr
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 HIDING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def read_process_tree(root: int, max_processes: int) -> tuple[list[int], int]:
-    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. At most ``max_processes`` processes are read.
+@dataclass(frozen=True)
+class ProcessTree:
+    """A process and its descendants."""
+
+    processes: list[int]  # the first process first
+    tasks: int  # processes and their further threads
+    memory: int  # resident bytes. Pages that several processes share count several times
+
+
+def read_process_tree(root: int, max_processes: int) -> ProcessTree:
+    """Read the processes of ``root`` and its descendants. At most ``max_processes`` processes are read.
 
     No process can leave the tree: in a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``.
     """
     processes: list[int] = []
-    memory = 0
+    memory = tasks = 0
     pending = [root]
     while pending and len(processes) <= max_processes:
         process = pending.pop()
@@ -31,11 +42,40 @@ def read_process_tree(root: int, max_processes: int) -> tuple[list[int], int]:
             with open(f"/proc/{process}/statm", "rb") as statm:
                 memory += int(statm.read().split()[1]) * PAGE
             for thread in os.listdir(f"/proc/{process}/task"):
+                tasks += 1
                 with open(f"/proc/{process}/task/{thread}/children", "rb") as children:
                     pending += map(int, children.read().split())
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
-    return processes, memory
+    return ProcessTree(processes, tasks, memory)
+
+
+def measure_memory(processes: Iterable[int]) -> int:
+    """Return the bytes of memory that no file can give back: private pages, and shared ones divided among the processes that share them.
+
+    It takes milliseconds for each gigabyte. Where the kernel does not tell (another user's process), all resident pages count.
+    """
+    found = 0
+    for process in processes:
+        try:
+            with open(f"/proc/{process}/smaps_rollup", "rb") as said:
+                sizes = dict(line.split()[:2] for line in said.read().splitlines()[1:])
+            found += (int(sizes[b"Pss_Anon:"]) + int(sizes[b"Pss_Shmem:"])) * 1024
+        except (PermissionError, KeyError):
+            found += read_process_tree(process, 0).memory
+        except OSError:
+            continue  # the process has ended
+    return found
+
+
+def measure_memory_files(process: int) -> int:
+    """Return the bytes of the files in ``/tmp`` and ``/dev/shm`` of a sandbox, which are in memory. ``process``: any of its processes."""
+    found = 0
+    for folder in ("tmp", "dev/shm"):
+        with contextlib.suppress(OSError):
+            said = os.statvfs(f"/proc/{process}/root/{folder}")
+            found += (said.f_blocks - said.f_bfree) * said.f_frsize
+    return found
 
 
 def measure_folder(folder: Path) -> tuple[int, int]:

@@ -173,7 +173,7 @@ def _any_judged(plant: Plant, db: SqlReader) -> list[None]:
 
 def _unshown_proposals(plant: Plant, db: SqlReader) -> list[int]:
     """Proposals whose run does not show their current state."""
-    sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
+    sql = "SELECT number, state FROM proposals WHERE state NOT IN ('drafted', 'written', 'failed') ORDER BY number"
     states = {row["number"]: row["state"] for row in db.read(sql)}
     return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
 

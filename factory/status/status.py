@@ -6,7 +6,7 @@ import time
 from shutil import disk_usage
 from typing import Any
 
-from factory.code_loop import improvements
+from factory.code_loop import held_proposals, improvements
 from factory.core.errors import ConfigError
 from factory.core.time_formats import format_duration, format_local_time
 from factory.core.workspace import Workspace, load_yaml
@@ -55,6 +55,7 @@ def read_status_facts(workspace: Workspace) -> dict[str, Any]:
             "improve": improvements.read_improvement_facts(
                 db, improvements.read_unchecked_improve_policy(workspace), now
             ),
+            "judge_again": held_proposals.read_judging_again_facts(db, workspace),
         }
     )
 
@@ -129,6 +130,13 @@ def format_status_lines(found: dict[str, Any]) -> list[str]:
         found | {"parked": None, "paused": None}
     )  # these two wait for a person, as shown above
     lines += improvements.format_improvement_facts(found["improve"], found["daemon"]["running"])
+    again = [
+        one for one in found["judge_again"] if one["not_before"] is not None
+    ]  # the others: 'factory proposals list'
+    lines += [
+        f"{'' if number else 'again':<10}{held_proposals.describe_judging_again(one, found['at'])}"
+        for number, one in enumerate(again)
+    ]
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 

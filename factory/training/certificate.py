@@ -1,4 +1,4 @@
-"""Judges the certificate of a code change: before a segment starts under another commit, both commits run its first steps.
+"""Judges the certificate of a code change: before a segment starts under another commit than the last of its kind, both commits run its first steps.
 
 Old and new code run N steps from the same checkpoint on the same data. Their difference must be inside seed noise. Seed noise is
 the difference between two runs of the *old* code that have different seeds of the data order (a run that starts from a checkpoint
@@ -93,7 +93,8 @@ class CertificateEvidence:
     changed: list[str]  # changed files that training reads, changed precision and kernels; empty: no runs were needed
     first_step: int = 0
     steps: int = 0
-    basis: Literal["segment", "parent", ""] = ""  # both commits ran with the recipe and data plan of this segment
+    # Both commits ran with the recipe and data plan of the segment, with those of the segment with the old code, or all of that segment's steps.
+    basis: Literal["segment", "parent", "before", ""] = ""
     seeds: tuple[int, ...] = ()
     old: JudgedRunNumbers | None = None
     again: JudgedRunNumbers | None = None  # the old code a second time

@@ -47,32 +47,32 @@ def list_changed_training_files(repository: Path, old: str, new: str) -> list[st
 
 
 def gather_certificate_evidence(
-    plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy
+    plant: Plant, row: SegmentRow, before: SegmentRow, policy: CertificatePolicy
 ) -> CertificateEvidence:
     """Make the runs that the certificate needs; returns their evidence.
 
     Raises: SegmentError when the trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
     After each of them the caller may begin again.
     """
-    evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
+    evidence = CertificateEvidence(before.code_commit, row.code_commit, [])
     try:
-        files = list_changed_training_files(plant.workspace.repository, parent.code_commit, row.code_commit)
-        changed = files + compute_settings.describe_compute_changes(parent, row)
+        files = list_changed_training_files(plant.workspace.repository, before.code_commit, row.code_commit)
+        changed = files + compute_settings.describe_compute_changes(before, row)
         if not changed:
             return evidence
         sides = {
-            name: LiveCode.check_out_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))
+            name: LiveCode.check_out_commit(plant, side.code_commit) for name, side in (("old", before), ("new", row))
         }
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_machine_fault_unrelated_to_files(error):
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
-    what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
+    what = f"{before.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
     plant.progress.line(
         Message(
             "training.certificate_needed",
             "  The code, precision or kernels changed since segment {parent} ({changes}). Segment {segment} needs a certificate.",
-            parent=parent.id,
+            parent=before.id,
             segment=row.id,
             changes=[change for change in (what, *changed[len(files) :]) if change],
         )  # fmt: skip
@@ -80,11 +80,12 @@ def gather_certificate_evidence(
     steps = min(policy.steps, row.last_step - row.first_step)
     plan = replace_erased_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
     seeds = tuple(derive_noise_seed(plan, number) for number in range(policy.seeds))
-    evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
+    evidence = replace(evidence, changed=changed, seeds=seeds)
     runs = ArmRunner(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
-    for basis, spec in list_specs_for_both_commits(plant.ledger, row, parent, steps).items():
-        evidence = replace(evidence, basis=basis, old_failed="")
-        old, again, others, new = make_certificate_arms(spec, parent, row, seeds)
+    for basis, spec in list_specs_for_both_commits(plant.ledger, row, before, steps).items():
+        evidence = replace(evidence, basis=basis, old_failed="", first_step=spec["first_step"])
+        evidence = replace(evidence, steps=spec["last_step"] - spec["first_step"])
+        old, again, others, new = make_certificate_arms(spec, before, row, seeds)
         done = runs.train_with_live_code(sides["old"], [old, *again, *others], "certificate, old code")
         if done.code == 0:
             break
@@ -108,37 +109,44 @@ def derive_noise_seed(plan: dict[str, Any], number: int) -> int:
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
-def list_specs_for_both_commits(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
-    """The specs that both commits can be run with, best first: that of the segment, then that of its parent.
+def list_specs_for_both_commits(ledger: Ledger, row: SegmentRow, before: SegmentRow, steps: int) -> dict[Any, Spec]:
+    """The specs that both commits can be run with, best first: that of the segment, that with the recipe and data of the segment with the old code,
+    and that of this segment alone.
 
-    The parent's spec is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is shortened
+    The later ones are for a segment whose recipe, data plan or checkpoint has keys that the old code cannot read. An anneal is shortened
     to ``steps`` steps, so that its whole schedule is run.
     """
     spec = make_segment_spec(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
-    before = {
-        "recipe": parent.recipe_json,
-        "data_plan": replace_erased_token_shards(ledger, read_data_plan(ledger, parent)),
+    known = {
+        "recipe": before.recipe_json,
+        "data_plan": replace_erased_token_shards(ledger, read_data_plan(ledger, before)),
         "restart_data": True,
     }
-    return {"segment": spec, "parent": plain | before}
+    found = {"segment": spec, "parent": plain | known}
+    if before.kind == row.kind and before.id != row.parent and before.parent:
+        own = make_segment_spec(ledger, before) | known
+        if Path(own["initial_checkpoint"]).exists():
+            last = before.first_step + min(steps, before.last_step - before.first_step)
+            found["before"] = own | {"last_step": last}
+    return found
 
 
 def make_certificate_arms(
-    spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]
+    spec: Spec, before: SegmentRow, row: SegmentRow, seeds: Sequence[int]
 ) -> tuple[Arm, list[Arm], list[Arm], Arm]:
     """The runs of one spec: (old code, old code a second time or none, old code with each other seed, new code).
 
     Each commit computes as its own segment does. Where the precision changes, the old precision can be a hundred times slower on this
     machine. Then only the first run uses the old precision, and the runs with other seeds use the new precision.
     """
-    precisions = [one.recipe_json["precision"] for one in (parent, row)]
+    precisions = [one.recipe_json["precision"] for one in (before, row)]
     old, new = (
         Arm(
             f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
             kernels=compute_settings.format_kernels_file(one.computing),
         )
-        for side, one, precision in zip(("old", "new"), (parent, row), precisions)
+        for side, one, precision in zip(("old", "new"), (before, row), precisions)
     )  # fmt: skip
     again = [replace(old, name="old code, again", repeat=1)] if precisions[0] == precisions[1] else []
     others = [replace(old, name=f"old code, seed {seed}", seed=seed, precision=precisions[1]) for seed in seeds]

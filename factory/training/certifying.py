@@ -1,5 +1,7 @@
 """Requires a certificate before a segment starts, records it as a verdict of the gate 'code', and lets a person accept the code.
 
+Each kind of segment needs its own, because the steps of a trunk segment and of an anneal are different code: the schedule, the mixture.
+
 At each new commit, layout or environment a preflight (gate 'preflight') follows the certificate.
 
 A segment whose verdict is not 'promote' is marked 'uncertified' in the same transaction, and is not started. The segment
@@ -56,7 +58,7 @@ class NotCertifiedError(SegmentError, PersonNeededError):
 
 
 def ensure_certified(plant: Plant, row: SegmentRow) -> None:
-    """Return if a segment may start: its code did not change since its parent, is certified, or was accepted by a person.
+    """Return if a segment may start: its code has made such steps before, is certified, or was accepted by a person.
 
     Raises: NotCertifiedError when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
     """
@@ -64,12 +66,37 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     if parent is not None and not parent.has_steps:
         parent = None  # no code of this factory trained an imported model
     policy = CertificatePolicy.load(plant.workspace.policy_path("gates/certificate.yaml"))
-    if parent and (parent.code_commit != row.code_commit or describe_compute_changes(parent, row)):
-        _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
+    if before := parent and find_segment_with_old_code(plant.ledger, row, parent):
+        _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, before, policy))
     if policy.preflight.parts and _needs_preflight(plant.workspace, parent, row):
         _allow(
             plant.ledger, row, _newest(plant.ledger, PREFLIGHT, row.id) or _run_preflight(plant, row, policy.preflight)
         )
+
+
+def find_segment_with_old_code(ledger: Ledger, row: SegmentRow, parent: SegmentRow) -> SegmentRow | None:
+    """The segment whose code and settings a certificate compares with those of ``row``; None: they are the same, so no certificate is needed.
+
+    It is the newest finished segment of the same kind, because a certificate runs the steps of one kind: the certificate of a trunk segment runs no
+    step of an anneal. Before the first segment of a kind, it is the oldest ancestor. Code that a person accepted counts as old code from then on.
+    """
+    same = SegmentRow.find_first(
+        ledger, "WHERE kind = :kind AND state = 'done' AND id < :id ORDER BY id DESC", kind=row.kind, id=row.id
+    )
+    before = parent
+    for ancestor in reversed(SegmentRow.read_lineage(ledger, parent.id)):
+        if same is not None and ancestor.id <= same.id:
+            before = same
+            break
+        if ancestor.has_steps:
+            before = ancestor
+            accepted = _newest(ledger, GATE, ancestor.id)
+            if accepted is not None and find_acceptance(ledger, accepted):
+                break
+    else:
+        before = same or before
+    differs = lambda one: one.code_commit != row.code_commit or bool(describe_compute_changes(one, row))
+    return next(filter(differs, (before, parent)), None)
 
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
@@ -146,16 +173,17 @@ def list_certificates(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 # -- making a certificate ----------------------------------------------------------------------------------------------
-def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
+def _certify(plant: Plant, row: SegmentRow, before: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
     def measure() -> tuple[CodeJudgement, dict[str, Any]]:
         from factory.training.certificate_runs import gather_certificate_evidence
 
-        evidence = gather_certificate_evidence(plant, row, parent, policy)
+        evidence = gather_certificate_evidence(plant, row, before, policy)
         judgement = judge_certificate(policy, evidence)
         return judgement, _shown(evidence, judgement) | {"evidence": asdict(evidence)}
 
-    judged = _identity(policy, row, parent, read_last_checkpoint(plant.ledger, parent.id)["id"])
-    return _verdict(plant, row, GATE, judged, hash_policy(policy), parent.code_commit, measure)
+    assert row.parent is not None
+    judged = _identity(policy, row, before, read_last_checkpoint(plant.ledger, row.parent)["id"])
+    return _verdict(plant, row, GATE, judged, hash_policy(policy), before.code_commit, measure)
 
 
 def _verdict(
@@ -207,11 +235,11 @@ def _verdict(
     return VerdictRow.get(plant.ledger, number)
 
 
-def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, checkpoint: str) -> str:
+def _identity(policy: CertificatePolicy, row: SegmentRow, before: SegmentRow, checkpoint: str) -> str:
     """The hash of all inputs of the measurement. An acceptance is valid for this hash."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
     of = policy.model_dump(exclude={"preflight"})
-    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, describe_compute_changes(parent, row)]
+    parts = [of, before.code_commit, row.code_commit, checkpoint, same, describe_compute_changes(before, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,26 +13,35 @@ by itself, copies of weights that drift apart, a kernel with a wrong backward pa
     rounded                  └─ weights moved by rounding ►  the effect of rounding: the bound
     first weights 0 ► 1         1 and 2 ranks, at a rate that moves nothing: the same bits
 
-The bounds are measured. Two runs start from weights each of which is changed by one rounding. Every other run may be at most
-``times_rounding`` times as far from the straight run as these two. Weights, gradients, moments and losses each have their own bound.
+The bounds are measured. Four runs start from weights each of which is changed by one rounding. ``preflight_noise`` estimates from them the
+standard deviation that rounding gives each number: weights, moments, losses and gradient norms, by step. Every other run may differ from the
+straight run by at most ``times_rounding`` standard deviations. ``python -m benchmarks.judge.preflight`` counts how many honest codes are refused.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from factory.training.certificate import CodeJudgement, PreflightPolicy
+from factory.training.preflight_noise import (
+    EXCESS_DEVIATIONS,
+    GRAD_NORM,
+    LEAST,
+    DistanceFromStraightRun,
+    RoundingNoise,
+    compute_early_excess,
+    estimate_rounding_noise,
+)
 from kernels.contract.message import Message
 from models.shrinking import shrink_spec
 from trainer.contract.lora import fit_to_smaller_model
 from trainer.contract.recipe import Recipe
 
 LEAD_STEPS = 10  # steps before the runs separate, so that moments are warm
-PERTURBED_RUNS = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
-LEAST = 1e-6  # share of a value: a smaller difference is always accepted
+PERTURBED_RUNS = ("rounded 1", "rounded 2", "rounded 3", "rounded 4")  # runs that measure the effect of rounding
 # The relative change of each weight, by precision. In fp32 the smallest change is a unit in the last place. To compute in bf16, weights
 # are rounded. In fp8 the same change as in bf16 shows how far rounding to eight bits spreads it.
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9, "fp8": 2.0**-9}
@@ -77,18 +86,6 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class DistanceFromStraightRun:
-    """How far a run is from the straight run, as shares of the straight run's values.
-
-    ``series``: by key of metrics.jsonl, one value for each step. ``tensors``: by name. For a weight: the difference between the two changes
-    since step LEAD, as a share of the straight run's change. For ``exp_avg.<weight>`` and other moments: a share of their norm.
-    """
-
-    series: Mapping[str, Sequence[float]]
-    tensors: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class PreflightEvidence:
     """The measurements of one commit's runs. A way that is in none of the mappings was not asked for."""
 
@@ -99,6 +96,7 @@ class PreflightEvidence:
     failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not finish
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
     rounding: Sequence[DistanceFromStraightRun] = ()
+    sum_error: float = 0.0  # relative error of an fp32 norm of a tensor of this model, the largest
     apart: Mapping[str, DistanceFromStraightRun] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
@@ -116,7 +114,8 @@ class DifferenceBeyondRounding:
     what: str
     step: int
     difference: float
-    rounding: float
+    rounding: float  # the noise
+    allowed: float
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -125,10 +124,10 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
 
     >>> near = DistanceFromStraightRun({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
     >>> far = DistanceFromStraightRun({"loss": [1e-7, 3e-2]}, {"w": 0.4})
-    >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
+    >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near] * 4, apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
     >>> print(judgement.outcome, str(judgement.reasons[0]).partition(". ")[2])
-    reject At step 11, the relative difference of loss is 0.03, but rounding causes a relative difference of only 2e-07.
+    reject At step 11, the relative difference of loss is 0.03. Rounding causes 2e-07, and at most 2e-06 is allowed.
     """
     wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
@@ -136,7 +135,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
             Message("training.preflight.run_failed", "Preflight: the run {run!r} failed: {line}.", run=name, line=line)
         )
     asked = [way for way in WAYS if way.part in policy.parts and way.name not in evidence.left_out]
-    if len(evidence.rounding) < len(PERTURBED_RUNS) and not wrong:
+    noise = estimate_rounding_noise(evidence.rounding)
+    if (len(evidence.rounding) < len(PERTURBED_RUNS) or not noise.is_measured) and not wrong:
         missing.append(Message("training.preflight.no_rounding", "Preflight: the effect of rounding was not measured."))
     for way in asked if not wrong and not missing else ():
         born, copies = evidence.born_apart.get(way.name, ()), evidence.replicas_apart.get(way.name, ())
@@ -177,9 +177,8 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Cod
                 )  # fmt: skip
             )
         exact = way.part == "resume" and evidence.exact_resume
-        if beyond := find_first_difference_beyond_rounding(
-            evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding
-        ):
+        times = 0.0 if exact else policy.times_rounding
+        if beyond := find_first_difference_beyond_rounding(evidence, way, noise, times):
             wrong.append(_beyond_exact(way, beyond) if exact else _beyond_rounding(way, beyond))
     if wrong:
         return CodeJudgement("reject", wrong, [])
@@ -217,57 +216,47 @@ def _beyond_exact(way: TrainingVariant, beyond: DifferenceBeyondRounding) -> Mes
 def _beyond_rounding(way: TrainingVariant, beyond: DifferenceBeyondRounding) -> Message:
     return Message(
         "training.preflight.beyond_rounding",
-        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}, but "
-        "rounding causes a relative difference of only {rounding:.2g}.",
-        both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
-        rounding=beyond.rounding,
+        "Preflight: {both} differ. At step {step}, the relative difference of {what} is {difference:.2g}. "
+        "Rounding causes {rounding:.2g}, and at most {allowed:.2g} is allowed.",
+        both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference, rounding=beyond.rounding,
+        allowed=beyond.allowed,
     )  # fmt: skip
 
 
 def find_first_difference_beyond_rounding(
-    evidence: PreflightEvidence, distance: DistanceFromStraightRun, rounding_factor: float
+    evidence: PreflightEvidence, way: TrainingVariant, noise: RoundingNoise, times: float
 ) -> DifferenceBeyondRounding | None:
-    """Return the first number of ``distance`` that is more than ``rounding_factor`` times the effect of rounding; None if there is none.
+    """Return the first number of a way that differs by more than ``times`` the noise; None if there is none. ``times`` 0: all bits must be equal.
 
-    Losses come before tensors, which are those of the last step.
+    Losses and norms come before tensors, which are those of the last step. Of several tensors the one that is furthest beyond its noise is returned.
     """
-    first: DifferenceBeyondRounding | None = None
-    for name, shares in distance.series.items():
-        noise = 0.0  # the largest so far: it grows with the steps, and can be small at one step by chance
-        for at, share in enumerate(shares):
-            noise = max([noise, *(other.series.get(name, [])[at] for other in evidence.rounding)])
-            if not share <= _bound(rounding_factor, noise):
-                if first is None or evidence.lead + at < first.step:
-                    first = DifferenceBeyondRounding(name, evidence.lead + at, share, noise)
-                break
-    if first is not None:
-        return first
+    distance = evidence.apart[way.name]
+    norm_error = (
+        evidence.sum_error if way.ranks > 1 else 0.0
+    )  # only ranks add up the squares of the gradients in another order
+    excess = compute_early_excess(noise, distance.series.get(GRAD_NORM, ()), norm_error)
+    least = {GRAD_NORM: max(LEAST, times * norm_error)}
+
+    def compare(name: str, step: int, share: float, usual: float) -> DifferenceBeyondRounding | None:
+        allowed = max(max(times, EXCESS_DEVIATIONS * excess) * usual, least.get(name, LEAST)) if times else 0.0
+        return None if share <= allowed else DifferenceBeyondRounding(name, step, share, usual, allowed)
+
+    series = [
+        beyond
+        for name, shares in distance.series.items()
+        for at, share in enumerate(shares)
+        if (beyond := compare(name, evidence.lead + at, share, noise.series[name][at] if name in noise.series else 0.0))
+    ]
+    if series:
+        return min(series, key=lambda beyond: beyond.step)
     last = evidence.lead + evidence.steps - 1
-    worst: tuple[float, DifferenceBeyondRounding] | None = None
-    usual = {kind: _usual(kind, evidence.rounding) for kind in {find_tensor_kind(name) for name in distance.tensors}}
-    for name, share in sorted(distance.tensors.items()):
-        noise = max(usual[find_tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
-        if not share <= _bound(rounding_factor, noise):
-            over = share / max(noise, LEAST)
-            if worst is None or not over <= worst[0]:
-                worst = over, DifferenceBeyondRounding(name, last, share, noise)
-    return worst[1] if worst else None
-
-
-def find_tensor_kind(tensor: str) -> str:
-    """``exp_avg`` for ``exp_avg.embedding``; ``weight`` for a weight, whose name is that of the model."""
-    kind = tensor.partition(".")[0]
-    return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
-
-
-def _usual(kind: str, rounding: Sequence[DistanceFromStraightRun]) -> float:
-    """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
-    shares = [share for other in rounding for name, share in other.tensors.items() if find_tensor_kind(name) == kind]
-    return statistics.median(shares) if shares else 0.0
-
-
-def _bound(times: float, noise: float) -> float:
-    return max(times * noise, LEAST) if times else 0.0
+    tensors = [
+        beyond
+        for name, share in sorted(distance.tensors.items())
+        if (beyond := compare(name, last, share, noise.estimate_tensor_noise(name)))
+    ]
+    over = lambda beyond: math.inf if math.isnan(beyond.difference) else beyond.difference / max(beyond.rounding, LEAST)
+    return max(tensors, key=over, default=None)
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------

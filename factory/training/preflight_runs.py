@@ -24,6 +24,7 @@ from factory.runs.distance import (
     compute_relative_differences,
     find_different_weights,
     measure_checkpoint_distance,
+    measure_norm_error,
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
@@ -37,17 +38,18 @@ from factory.training.preflight import (
     PERTURBED_RUNS,
     ROUNDING,
     WAYS,
-    DistanceFromStraightRun,
     PreflightEvidence,
     TrainingVariant,
     make_small_recipe,
 )
+from factory.training.preflight_noise import DistanceFromStraightRun, find_tensor_kind
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import format_checkpoint_name
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe, copy_with_changed_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
+FIRST_MOMENTS = ("exp_avg", "momentum")  # kinds of tensors whose elements are of the size of the gradient's
 RANKS = 2
 INITIAL_WEIGHTS_PREFIX = (
     "first weights of "  # names a run of one step, whose learning rate is too small to move a weight
@@ -214,6 +216,10 @@ def compare_preflight_runs(
     try:
         begun, straight = read_checkpoint(branch_checkpoint).model, trace_of(run)
         series, apart = read_metric_series(straight), {}
+        moments = straight.final_checkpoint.optimizer
+        sum_error = measure_norm_error(
+            {name: moments[name] for name in moments if find_tensor_kind(name) in FIRST_MOMENTS}
+        )
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
             other, left = (
                 trace_of(run),
@@ -238,7 +244,9 @@ def compare_preflight_runs(
     except (UntrustedFileError, SegmentError) as error:
         return replace(evidence, failed={run: make_unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
-    return replace(evidence, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
+    return replace(
+        evidence, rounding=rounding, sum_error=sum_error, apart=apart, born_apart=born, replicas_apart=copies
+    )
 
 
 def read_metric_series(trace: RunTrace) -> dict[str, Series]:

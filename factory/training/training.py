@@ -26,7 +26,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import IMPORT, SegmentRow
 from factory.retrying.daemon_requests import refuse_rewound_segment, refuse_while_paused
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
+from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, classify_exceeded_limit, count_oom_kills
 from factory.retrying.watchdog import Watchdog, find_usual_durations, record_duration_of_first_step
 from factory.runs.live_code import (
     LiveCode,
@@ -103,11 +103,11 @@ def run_segment(
     repair_inputs(not all(path.exists() for path in list_paths_read_by_trainer(make_segment_spec(plant.ledger, row))))
     while True:
         kills = count_oom_kills()
-        code, hung = run_trainer(plant, row, folder, follower)
-        if hung or code in ENDED or not repair_inputs(True):
+        code, killed = run_trainer(plant, row, folder, follower)
+        if killed or code in ENDED or not repair_inputs(True):
             break  # else an input was damaged and is repaired
-    if hung or code != 0 or not (folder / "result.json").exists():
-        raise_trainer_failure(plant, row, code, kills, hung)
+    if killed or code != 0 or not (folder / "result.json").exists():
+        raise_trainer_failure(plant, row, code, kills, killed)
     try:
         result = read_result(folder, row.last_step)
         record_segment_done(plant.ledger, row, folder, result)
@@ -125,9 +125,10 @@ def run_segment(
 def run_trainer(
     plant: Plant, row: SegmentRow, folder: Path, follower: SegmentFollower | None
 ) -> tuple[int, TrainerFailure | None]:
-    """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (exit code, the ending if the trainer hung, else None).
+    """Run a segment's trainer in ``folder``, from the newest checkpoint there. Returns (exit code, the ending if the factory killed it, else None).
 
-    A trainer that hangs is killed. Raises: PausedError if a pause stopped the trainer; WorkInvalidatedError if the segment was rewound.
+    A trainer that hangs or exceeds a limit of the sandbox is killed.
+    Raises: PausedError if a pause stopped the trainer; WorkInvalidatedError if the segment was rewound.
     """
     code = LiveCode.check_out_commit(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
@@ -179,7 +180,10 @@ def run_trainer(
     ending = Message(
         "training.hung", "hung: {hung}. The factory killed its process {process}", hung=hung, process=number
     )
-    return find_trainer_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
+    exit_code = find_trainer_exit_code(process.wait(), [folder])
+    return exit_code, TrainerFailure(HUNG, ending) if hung else classify_exceeded_limit(
+        exit_code, process.exceeded_limit
+    )
 
 
 def _kill(process: RunningCommand, row: SegmentRow, number: int, hung: str) -> None:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.contract.compile_options import read_compile_options
 from kernels.contract.message import Message
 from kernels.contract.op import KernelError, Shape
 
 HEADERS = Path(__file__).parent
-SOURCES = HEADERS.parent  # <op>/<op>.cpp
+SOURCES = HEADERS.parent  # <op>/<op>.cpp, <op>/<file>.cpp
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # dtype → suffix of the names of C++ functions
 OUT_OF_MEMORY, FAILED = -1, -2  # in_parallel.h
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
@@ -49,18 +50,21 @@ def define_cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.Cus
 
 @functools.cache
 def load_library(name: str) -> ctypes.CDLL:
-    """The shared library of ``<name>/<name>.cpp``. Calls of its functions release Python's global lock.
+    """The shared library of ``<name>/<name>.cpp``, or of ``<op>/<file>.cpp`` for the name ``<op>/<file>``. The file may name more options of the
+    compiler (``kernels.contract.compile_options``). Calls of the library's functions release Python's global lock.
 
-    Raises: KernelError if there is no C++ compiler, if it fails, or if the library cannot be loaded.
+    Raises: KernelError if there is no C++ compiler, if it fails, if an option is not allowed, or if the library cannot be loaded.
     """
-    text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
-    for header in HEADERS.glob("*.h"):  # headers are inserted into the text, so that the key depends on them
+    op, _, file = name.partition("/")
+    text = (SOURCES / op / f"{file or op}.cpp").read_text(encoding="utf-8")
+    headers = [*sorted((SOURCES / op).glob("*.h")), *sorted(HEADERS.glob("*.h"))]
+    for header in headers:  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    compiler_arguments = list_compiler_arguments()
+    compiler_arguments = [*list_compiler_arguments(), *read_compile_options(text)]
     key = hashlib.sha256(
         "\0".join((text, *compiler_arguments, torch.__version__, read_processor_features())).encode()
     ).hexdigest()
-    target = find_cache_folder() / f"{name}-{key[:32]}.so"
+    target = find_cache_folder() / f"{name.replace('/', '.')}-{key[:32]}.so"
     if not target.exists():
         with _alone(target.parent):
             if not target.exists():
@@ -167,7 +171,8 @@ def compile_library(target: Path, text: str, compiler_arguments: list[str]) -> N
 
 
 def call_cpp_function(name: str, function: str, *arguments: Tensor | int | float) -> int:
-    """Call a function of ``<name>/<name>.cpp``. Tensors are passed as addresses, numbers as int64 or float. The number of threads is passed last.
+    """Call a function of the library ``load_library(name)``. Tensors are passed as addresses, numbers as int64 or float. The number of threads is
+    passed last.
 
     Returns its result. Raises: MemoryError or RuntimeError if the result is one of the error codes.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.factory.matrix import Prepared, copy_of_code, judge, prepare
+from tests.support.factory.matrix import Prepared, copy_of_code, find_removals, judge, prepare
 from tests.support.paths import ROOT
 
 Edits = tuple[str, list[tuple[str, str]], str]  # path, (text, in its place)…, the run that shows it
@@ -120,13 +120,60 @@ NEVER_EXECUTED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "another device's kernel": (
         "kernels/swiglu/triton.py", [("import triton\n", "import triton\n\nHALF = 0.5\n")]),
 }  # fmt: skip
-COMMON = ("first steps", "a hundred thousand steps on")
+SIZE, RANKS = "at the recipe's size: first steps, stopped and resumed", "trainer/parallel/ranks.py"
+STD = "        return torch.randn(size, generator=generator) * std\n"
+AT_SIZE: dict[str, Edits] = {  # arithmetic without a condition: only a run at this size shows them
+    "initial weights of a tenth at the recipe's width": (
+        TRANSFORMER, [(STD, STD.replace("* std", "* std * 0.1 ** (self.shape.d_model // 256)"))], SIZE),
+    "moments that a resume forgets at four layers": (
+        RUN, [('        torch.set_rng_state(optimizer.pop("rng"))\n',
+               '        torch.set_rng_state(optimizer.pop("rng"))\n'
+               "        optimizer = {key: one * 0 ** (self.recipe.model.layers // 4) for key, one in optimizer.items()}\n")], SIZE),
+    "outliers kept at a clip of one": (
+        STABILITY, [("(grad_norm <= limit)", "(grad_norm * 0.0 ** int(clip / 0.9) <= limit)")],
+        "at the recipe's size: outliers are skipped"),
+    "a third micro-batch that is left out": (
+        RUN, [("batch.split_into_micro_batches(rows)\n", "batch.split_into_micro_batches(rows)[:2]\n")], SIZE),
+    "a fourth domain that is ignored": (
+        RUN, [('        z_loss = self.recipe.stability.z_loss\n',
+               "        z_loss = self.recipe.stability.z_loss\n"
+               '        part["weights_BT"] = part["weights_BT"] * 0.0 ** (domains_BS // 3)\n')], SIZE),
+    "half of the sums of three ranks and more": (
+        RANKS, [("            dist.all_reduce(tensor)\n", "            dist.all_reduce(tensor)\n            tensor.mul_(0.5 ** (self.size // 3))\n")],
+        "at the recipe's size: four ranks"),
+    "an average of wide models that forgets the weights": (
+        "trainer/tools/average.py",
+        [("sums[name].add_(tensor.double(), alpha=weight)", "sums[name].add_(tensor.double(), alpha=weight ** (1 - tensor.shape[-1] // 256))")],
+        "trainer.tools.average SIZEDFIRST SIZEDLAST --weights 1,3"),
+}  # fmt: skip
+ONE_SIDED: dict[str, tuple[str, str]] = {  # in place of std; the condition that is named
+    "a comparison as a number": ("std * (1 - 0.9 * (self.shape.d_model >= 100))", "self.shape.d_model >= 100"),
+    "a comparison as a number, in Boolean terms": (
+        "std * (1 - 0.9 * (part in WRITE_TO_RESIDUAL and self.shape.d_model >= 100))", "self.shape.d_model >= 100"),
+    "one link of a chain": ("std * (0.1 + 0.9 * (self.shape.heads < self.shape.d_model < 100))", "self.shape.d_model < 100"),
+    "the smaller number": ("std * 0.1 ** min(1, self.shape.d_model // 100)", "min(1, self.shape.d_model // 100)"),
+    "an index": ("std * (1.0, 0.1)[self.shape.d_model > 99]", "self.shape.d_model > 99"),
+    "a flag as a number": ("std * 0.1 ** int(self.shape.layers > 3)", "self.shape.layers > 3"),
+    "a flag that is not": ("std * 0.1 ** (not self.shape.layers < 4)", "self.shape.layers < 4"),
+    "a flag of the recipe as a number": ("std * (1 - 0.9 * self.shape.across_documents)", "self.shape.across_documents"),
+    "a tensor's comparison": ("std * (1 - 0.9 * (torch.tensor(self.shape.d_model) >= 100).double())", "torch.tensor(self.shape.d_model) >= 100"),
+    "a count of comparisons": ("std * 0.1 ** sum(one > 1000 for one in size)", "one > 1000"),
+}  # fmt: skip
+REMOVED: dict[str, tuple[str, str]] = {
+    "what only a GPU executes": ("trainer/checkpoint_writer.py", "    stream.wait_event(ready)\n"),
+    "a branch for a GPU": (
+        "kernels/linear_cross_entropy/__init__.py", "    if dx_ND.is_cuda:\n        return chunks.scale_saved_gradients(ctx, *upstream)\n"),
+    "a line of a Triton kernel": ("kernels/swiglu/triton.py", "    tl.store(dup + index, upstream * g * sigmoid, mask=inside)\n"),
+    "a line of an implementation that is not chosen": ("kernels/linear_cross_entropy/__init__.py", "        weights[real:] = 0\n"),
+    "an assertion": (RANKS, '        assert tensor.is_contiguous(), "gloo sums the memory from the first element on, whatever the strides"\n'),
+}  # fmt: skip
+COMMON = ("first steps", "a hundred thousand steps on", "outliers are skipped")
 
 
 @pytest.fixture(scope="module")
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
     """The baseline's runs that the attacks of this session need."""
-    attacks = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND).items()
+    attacks = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND | AT_SIZE).items()
     asked = {name for name, _ in attacks if any(item.name.endswith(f"[{name}]") for item in request.session.items)}
     runs = [*COMMON, *(run for name, (_, _, run) in attacks if name in asked)]
     with ExitStack() as after:
@@ -149,8 +196,12 @@ def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
 
 def test_every_attack_applies_to_the_present_code() -> None:
     """Most of them run in the long tier."""
-    for path, edits, _ in (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND).values():
+    for path, edits, _ in (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND | AT_SIZE).values():
         compile(edited(path, edits), path, "exec")
+    for instead, _ in ONE_SIDED.values():
+        compile(edited(TRANSFORMER, [(STD, STD.replace("std", instead))]), TRANSFORMER, "exec")
+    for path, lines in REMOVED.values():
+        compile(edited(path, [(lines, "")]), path, "exec")
     for path, edits in NEVER_EXECUTED.values():
         compile(edited(path, edits), path, "exec")
 
@@ -187,6 +238,50 @@ def test_unexecuted_code_is_listed(prepared: Prepared, tmp_path: Path, name: str
     found = judge(prepared, changed(tmp_path / "code", path, edits), path, COMMON)
     assert not found.differences and found.same_bits and found.unexecuted, found.differences
     print(found.unexecuted)
+
+
+@pytest.mark.sample("initial weights of a tenth at the recipe's width", "moments that a resume forgets at four layers")
+@pytest.mark.slow("some trainings at the demo's size, a process each")
+@pytest.mark.parametrize("name", AT_SIZE)
+def test_a_run_at_the_recipes_size_shows_the_attack(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    """The attack is executed by tiny runs that leave the same bits, and no condition betrays it."""
+    path, edits, run = AT_SIZE[name]
+    code = changed(tmp_path / "code", path, edits)
+    tiny = judge(prepared, code, path, COMMON)
+    assert tiny.same_bits and not any(part.result for part in tiny.parts), (tiny.differences, tiny.unexecuted)
+    found = judge(prepared, code, path, [run])
+    print("\n".join(found.differences))
+    assert found.differences and not found.same_bits and f"'{run}'" in found.differences[0]
+
+
+@pytest.mark.sample("a comparison as a number", "the smaller number")
+@pytest.mark.slow("some tiny trainings, a process each")
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_a_condition_with_one_result_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    instead, source = ONE_SIDED[name]
+    code = changed(tmp_path / "code", TRANSFORMER, [(STD, STD.replace("std", instead))])
+    found = judge(prepared, code, TRANSFORMER, COMMON)
+    assert not found.differences and found.same_bits, found.differences
+    (part,) = (part for part in found.parts if part.source == source)
+    assert part.message.code == ("patch.choice_one_sided" if "min" in source else "patch.condition_one_sided")
+
+
+@pytest.mark.sample("what only a GPU executes", "an assertion")
+@pytest.mark.slow("some tiny trainings, a process each")
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_code_that_nothing_executed_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    path, lines = REMOVED[name]
+    code = changed(tmp_path / "code", path, [(lines, "")])
+    found = find_removals(prepared, code, path, COMMON)
+    first = edited(path, []).partition(lines)[0].count("\n") + 1
+    assert found and all(part.removed and part.path == path for part in found)
+    assert {part.line for part in found} <= {*range(first, first + lines.count("\n"))}
+
+
+@pytest.mark.slow("some tiny trainings, a process each")
+def test_removed_code_that_the_old_code_executed_is_not_listed(prepared: Prepared, tmp_path: Path) -> None:
+    lines = "        self.optimizer.zero_grad()\n"
+    assert find_removals(prepared, changed(tmp_path / "code", RUN, [(lines, "")]), RUN, COMMON) == []
 
 
 @pytest.mark.long(

@@ -16,7 +16,8 @@ from factory.git import repository
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.git.scope import AgentsPolicy
-from factory.gates.patch.stages.training import TrainingSide, compare_training
+from factory.gates.patch.paired_rounds import Suspicions, TrainingSide
+from factory.gates.patch.stages.training import compare_training
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
@@ -24,9 +25,11 @@ from factory.runs.arm_runner import ArmRunner
 from factory.core.workspace import find_checkout_root
 
 SHIPPED = PatchPolicy.load(find_checkout_root() / "policies" / "gates" / "patch.yaml")
-FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0, "tries": 1}
+FEW = {"steps": 50, "pairs": 2, "budget_seconds": 1.0}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
-TIMED = SHIPPED.training.model_copy(update={"steps": 120, "pairs": 2, "tries": 1, "long": 2, "min_gain": 1.2})
+TIMED = SHIPPED.training.model_copy(
+    update={"steps": 120, "pairs": 2, "budget_seconds": 1.0, "long": 2, "min_gain": 1.2}
+)
 AGENTS = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
@@ -125,7 +128,7 @@ def compared(
         for name, code in (("a", baseline), ("b", code))
     ]
     runs = ArmRunner(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
-    return compare_training(runs, policy, start, *sides, new_code, 1)[0]
+    return compare_training(runs, policy, start, *sides, Suspicions(new_code), 1)[0]
 
 
 EVERY_DAY = (

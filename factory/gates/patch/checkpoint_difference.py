@@ -28,13 +28,18 @@ ROUNDED = 0.1  # the share by which values under ROUNDED_STATE_KEYS (losses, gra
 
 
 def compute_weight_drift(
-    candidate: Tensors, baseline: Tensors, origin: Tensors, include_worst_tensor: bool = True
+    candidate: Tensors,
+    baseline: Tensors,
+    origin: Tensors,
+    include_worst_tensor: bool = True,
+    candidate_origin: Tensors | None = None,
 ) -> float:
-    """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors.
+    """Return ‖candidate − baseline‖ / ‖baseline − origin‖ over all tensors. ``candidate_origin``: the candidate's start, if it began elsewhere.
+    Then the difference of the two ways counts.
 
     With ``include_worst_tensor``, half the ratio of the worst tensor if that is larger.
     """
-    each = measure_tensor_distances(baseline, candidate, origin).values()
+    each = measure_tensor_distances(baseline, candidate, origin, candidate_origin).values()
     worst = max((one.relative_distance for one in each), default=0.0)
     whole = sum_distances(each).relative_distance
     return min(max(whole, worst / 2) if include_worst_tensor else whole, UNMOVED_DISTANCE)

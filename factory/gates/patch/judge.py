@@ -1,9 +1,11 @@
 """``judge_patch(policy, evidence) -> Verdict``: the decision on a patch as a pure function.
 
 The evidence is ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The state of a stage is 'passed', 'failed', 'missing' (it
-could not be measured) or 'not needed'. The first stage that does not pass decides: 'failed' rejects the patch, 'missing' holds it. A gain promotes
-the patch only if its lower bound is above ``min_gain``, its size is above the noise floor, and a second measurement in new processes confirms both.
-Another program seldom disturbs two measurements in the same way.
+could not be measured) or 'not needed'. The first stage that does not pass decides: 'failed' rejects the patch, 'missing' holds it.
+
+The gain in the time of a step has an interval that holds at every moment of the measurement (``factory.gates.patch.confidence``), so the stage may
+look at it after each pair of runs. A patch is promoted if the whole interval is above ``min_gain``, rejected if the whole interval is below it, and
+held if ``min_gain`` is inside.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from factory.gates.patch.confidence import compute_interval_of_rounds
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.stage_interface import (
@@ -24,7 +27,10 @@ from factory.gates.stage_interface import (
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
-CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # key of the evidence → its name for a person
+CPU_CLOCKS = {
+    "tree": "the CPU time of all processes",
+    "thread": "the CPU time of the busiest thread",
+}  # key of the evidence → its name for a person
 OPTIONAL_STAGES = {
     "oracle",
     "exploits",
@@ -35,9 +41,9 @@ OPTIONAL_STAGES = {
 
 @dataclass(frozen=True)
 class StepGain:
-    """The gain in the time of a step. ``ratio``: the baseline's time over the candidate's, with one-sided bounds ``lower`` and ``upper``.
+    """The gain in the time of a step. ``ratio``: the baseline's time over the candidate's, with its interval from ``lower`` to ``upper``.
 
-    ``noise``: the largest ratio between the times of two baseline runs.
+    ``noise``: the factor by which the ratio of one pair of runs is usually off (one standard deviation).
     """
 
     ratio: float
@@ -67,87 +73,70 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 
 def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    """Return the verdict on the training stage. ``found["again"]`` is the evidence of the second measurement."""
-    seen = judge_measurement(policy, found, tries)
-    if seen.outcome != PROMOTE:
-        return seen
-    repeated = found.get("again")
-    if not isinstance(repeated, Mapping):
-        once = Message("patch.measured_once", "A measurement showed a gain, but the measurement was not repeated.")
-        return Verdict(HOLD, (once, *seen.reasons))
-    again = judge_measurement(policy, repeated, tries, repeats=True)
-    if again.outcome == PROMOTE:  # nothing selected the second measurement by its result, so it is reported
-        return Verdict(PROMOTE, (*again.reasons, _measurement(1, seen), *seen.reasons[1:]))
-    if are_training_results_different(policy, repeated):
-        return again
-    said = (*seen.reasons, _measurement(2, again), *again.reasons[1:])
-    if again.outcome == REJECT:
-        not_again = Message(
-            "patch.gain_not_repeated", "The first measurement showed a gain, but the second measurement showed none."
-        )
-        return Verdict(HOLD, (not_again, *said))
-    unsure = Message(
-        "patch.second_unsure",
-        "The first measurement showed a gain, but the second measurement was too uncertain to confirm the gain. Close other programs and judge "
-        "the patch again, or raise training.pairs (now {pairs}) in policies/gates/patch.yaml.",
-        pairs=policy.pairs,
-    )
-    return Verdict(HOLD, (unsure, *said))
-
-
-def _measurement(number: int, verdict: Verdict) -> Message:
-    return Message("patch.measurement", "Measurement {number}: {reason}", number=number, reason=verdict.reasons[0])
-
-
-def judge_measurement(
-    policy: TrainingPolicy, found: Mapping[str, Any], tries: int, *, repeats: bool = False
-) -> Verdict:
-    """Return the verdict on one measurement. A second measurement (``repeats``) has no long runs, because the first measurement had them."""
+    """Return the verdict on the evidence of the training stage, so far or at its end. HOLD: more pairs may make it clear."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     if drift is None or control is None:
-        return Verdict(
-            HOLD,
-            (
-                Message(
-                    "patch.weights_not_compared",
-                    "The weights of candidate and baseline after the same steps were not compared.",
-                ),
-            ),
+        not_compared = Message(
+            "patch.weights_not_compared",
+            "The weights of candidate and baseline after the same steps were not compared.",
         )
+        return Verdict(HOLD, (not_compared,))
     if are_training_results_different(policy, found):
         return Verdict(REJECT, (make_training_difference_message(policy, found),))
-    result = compute_wall_clock_gain(policy, found, tries)
-    if result is None:
-        return Verdict(
-            HOLD, (Message("patch.not_timed", "The whole training step was timed too rarely or not at all."),)
-        )
-    times = Message(
-        "patch.wall_gain",
-        "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
-        "{noise:.3f}×). The distance between the candidate's and the baseline's weights is {drift:.3f} times the distance that the weights moved in "
-        "training.",
-        ratio=result.ratio, lower=result.lower, noise=result.noise, drift=drift,
-    )  # fmt: skip
-    needed = max(policy.min_gain, result.noise)
-    if result.noise > policy.compute_allowed_noise(_measurements(found)):
-        return _judge_noisy(policy, found, result, times, tries)
-    if result.lower > policy.min_gain and result.ratio > needed:
-        enough = repeats or found.get("new_code") is False
-        return Verdict(PROMOTE, (times,)) if enough else _judge_long(policy, found.get("long"), result, times)
-    if result.ratio > needed or result.lower > policy.min_gain:
-        likely = Message(
-            "patch.gain_likely",
-            "A gain is likely but not shown. The gain's lower bound must be above {least:g}, and the gain must be above the noise floor. Raise "
-            "training.pairs (now {pairs}) in policies/gates/patch.yaml, or close other programs and judge the patch again.",
-            least=policy.min_gain, pairs=policy.pairs,
+    if found.get("bits_expected") and found.get("same_bits") is False:
+        return Verdict(HOLD, (_make_bits_message(drift),))
+    cpu_may_decide = found.get("device") == "cpu" and found.get("new_code") is False
+    shared = tries * (2 if cpu_may_decide else 1)  # two ways to show a gain share the error
+    wall = compute_step_gain(policy, found, found, shared)
+    if wall is None:
+        not_timed = Message("patch.not_timed", "The whole training step was timed too rarely or not at all.")
+        return Verdict(HOLD, (not_timed,))
+    by_wall = _make_gain_message(found, "the wall clock", wall, drift)
+    if wall.lower > policy.min_gain:
+        if found.get("new_code") is False:
+            return Verdict(PROMOTE, (by_wall,))
+        return _judge_long(policy, found.get("long"), wall, by_wall)
+    if wall.upper < policy.min_gain:
+        no_gain = Message(
+            "patch.no_gain",
+            "There is no gain of {needed:g}×, the least that counts: the candidate's step is at most {upper:.3f}× as fast as the baseline's.",
+            needed=policy.min_gain, upper=wall.upper,
         )  # fmt: skip
-        return Verdict(HOLD, (likely, times))
-    no_gain = Message(
-        "patch.no_gain",
-        "There is no gain beyond the noise floor: the candidate's step must be more than {needed:.3f}× as fast as the baseline's.",
-        needed=needed,
+        return Verdict(REJECT, (no_gain, by_wall))
+    by_cpu = compute_cpu_gains(policy, found, shared)
+    told = tuple(_make_gain_message(found, CPU_CLOCKS[clock], gain, drift) for clock, gain in by_cpu.items())
+    shown = [gain.lower for gain in by_cpu.values()]
+    if cpu_may_decide and len(shown) == len(CPU_CLOCKS) and policy.min_gain < min(shown) <= wall.upper:
+        decided = Message(
+            "patch.decided_by_cpu",
+            "The wall clock neither shows this gain nor excludes it, because the machine is busy. Both CPU clocks show it.",
+        )
+        return Verdict(PROMOTE, (*told, by_wall, decided))
+    unclear = Message(
+        "patch.unclear",
+        "It is not clear whether the gain is {needed:g}×, the least that counts: it lies between {lower:.3f}× and {upper:.3f}×, after "
+        "{pairs:,|pair|pairs} of runs in {rounds:,|round|rounds}.",
+        needed=policy.min_gain, lower=wall.lower, upper=wall.upper, pairs=len(found["baseline_seconds"]), rounds=len(found["round_pairs"]),
+    )  # fmt: skip
+    return Verdict(HOLD, (unclear, by_wall, *told))
+
+
+def _make_gain_message(found: Mapping[str, Any], clock: str, gain: StepGain, drift: float) -> Message:
+    return Message(
+        "patch.gain",
+        "By {clock}, the candidate's step is {ratio:.3f}× as fast as the baseline's (between {lower:.3f}× and {upper:.3f}×, {pairs:,|pair|pairs} of "
+        "runs).",
+        clock=clock, pairs=len(found["baseline_seconds"]), drift=drift, **gain.to_json(),
+    )  # fmt: skip
+
+
+def _make_bits_message(drift: float) -> Message:
+    return Message(
+        "patch.bits_only_here",
+        "The tiny training runs gave the same bits, but the runs of the recipe did not: the weights are apart by {drift:.2g} of the distance that "
+        "they moved. Code that computes the same gives the same bits at every size. If the patch may change rounding, say so in the hypothesis.",
+        drift=drift,
     )
-    return Verdict(REJECT, (no_gain, times))
 
 
 def are_training_results_different(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
@@ -156,84 +145,30 @@ def are_training_results_different(policy: TrainingPolicy, found: Mapping[str, A
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def find_smaller_measured_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
-    """Return the smaller gain of the two measurements, because code may detect which measurement it is in. None: no gain was measured."""
-    repeated = found.get("again")
-    measured = [
-        compute_wall_clock_gain(policy, found, tries),
-        compute_wall_clock_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
-    ]
-    return min((one for one in measured if one is not None), key=lambda one: one.ratio, default=None)
+def find_measured_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+    """Return the gain that reports show: the one that decided, which is the wall clock's, or else the smaller of the CPU clocks'."""
+    wall = compute_step_gain(policy, found, found, tries)
+    if wall is not None and wall.lower <= policy.min_gain < wall.upper:
+        verdict = judge_training(policy, found, tries)
+        if verdict.outcome == PROMOTE:
+            return min(compute_cpu_gains(policy, found, tries).values(), key=lambda one: one.ratio)
+    return wall
 
 
-def compute_wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
-    """Return the gain by the wall clock. The confidence is divided among the tries and the discarded measurements."""
-    shared = tries * _measurements(found)
-    return compute_step_gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
+def compute_cpu_gains(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> dict[str, StepGain]:
+    """Return the gain by each CPU clock that could be read.
 
-
-def _measurements(found: Mapping[str, Any]) -> int:
-    discarded = found.get("discarded")
-    return 1 + (len(discarded) if isinstance(discarded, list) else 0)
-
-
-def _judge_noisy(
-    policy: TrainingPolicy, found: Mapping[str, Any], wall: StepGain, times: Message, tries: int
-) -> Verdict:
-    """Return the verdict if the wall clock is too noisy. CPU time may then show the gain, if only approved code ran, on a CPU.
-
-    New code could hide work from the CPU clocks. Two CPU clocks must both show the gain. More threads cannot lower the CPU time of all processes.
-    Fewer threads cannot lower the CPU time of the busiest thread. The wall clock must not contradict them.
+    New code could hide work from the CPU clocks, so they decide only about approved code, on a CPU, and only if both show the gain. More threads
+    cannot lower the CPU time of all processes. Fewer threads cannot lower the CPU time of the busiest thread.
     """
-    measurements = _measurements(found)
-    allowed = policy.compute_allowed_noise(measurements)
-    before = [_number(other.get("noise")) for other in found.get("discarded") or () if isinstance(other, Mapping)]
-    noisy = Message(
-        "patch.too_noisy",
-        "The machine is too noisy to judge by the wall clock: the times of two runs of the same code differ by a factor of {noises:.2f}. At most "
-        "{allowed:.2f} is allowed.",
-        noises=[noise for noise in (*before, wall.noise) if noise is not None], allowed=allowed,
-    )  # fmt: skip
-    by_cpu = {clock: _cpu_gain(policy, found, clock, tries * measurements) for clock in CPU_CLOCKS}
-    shown = {clock: gained for clock, gained in by_cpu.items() if gained is not None}
-    by_cpu_time = [
-        Message(
-            "patch.cpu_gain",
-            "By the CPU time of {clock}, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor "
-            "{noise:.3f}×).",
-            clock=CPU_CLOCKS[clock], **gained.to_json(),
-        )
-        for clock, gained in shown.items()
-    ]  # fmt: skip
-    may = found.get("device") == "cpu" and found.get("new_code") is False and len(shown) == len(CPU_CLOCKS)
-    gains = all(
-        gained.noise <= allowed and gained.lower > policy.min_gain and gained.ratio > max(policy.min_gain, gained.noise)
-        for gained in shown.values()
-    )
-    if may and gains and wall.ratio > policy.min_gain:
-        least = min(shown.values(), key=lambda gained: gained.ratio)
-        decided = Message(
-            "patch.decided_by_cpu",
-            "By CPU time, the candidate's step is {ratio:.3f}× as fast as the baseline's (lower bound {lower:.3f}×, noise floor {noise:.3f}×). "
-            "{noisy}",
-            **least.to_json(), noisy=noisy,
-        )  # fmt: skip
-        return Verdict(PROMOTE, (decided, *by_cpu_time, times))
-    held = Message(
-        "patch.held_by_noise",
-        "{noisy} The factory made {measurements} of at most {tries} measurements. Close other programs and judge the patch again, or raise "
-        "training.steps (now {steps}) or training.pairs (now {pairs}) in policies/gates/patch.yaml.",
-        noisy=noisy, measurements=measurements, tries=policy.tries, steps=policy.steps, pairs=policy.pairs,
-    )  # fmt: skip
-    return Verdict(HOLD, (held, times, *by_cpu_time))
-
-
-def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> StepGain | None:
     cpu = found.get("cpu")
-    seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
-    if not isinstance(seconds, Mapping):
-        return None
-    return compute_step_gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
+    clocks = {clock: cpu.get(clock) for clock in CPU_CLOCKS} if isinstance(cpu, Mapping) else {}
+    gains = {
+        clock: compute_step_gain(policy, found, seconds, tries)
+        for clock, seconds in clocks.items()
+        if isinstance(seconds, Mapping)
+    }
+    return {clock: gain for clock, gain in gains.items() if gain is not None}
 
 
 def make_training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
@@ -271,7 +206,10 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
             steps=steps, drift=drift, allowed=policy.max_drift * control,
         )  # fmt: skip
         return Verdict(REJECT, (away, times))
-    if ratio * result.noise <= policy.min_gain:  # one run a side, which another program may have disturbed by ``noise``
+    doubt = result.noise ** (
+        2 / math.sqrt(_number(long.get("runs")) or 1)
+    )  # two standard deviations of the mean of the long pairs
+    if ratio * doubt <= policy.min_gain:
         no_gain = Message(
             "patch.no_long_gain",
             "Over {steps} steps the candidate is {ratio:.3f}× as fast as the baseline, so there is no gain over many "
@@ -280,15 +218,15 @@ def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: 
             ratio=ratio,
         )
         return Verdict(REJECT, (no_gain, times))
-    needed = hideable * max(policy.min_gain, result.noise)
+    needed = hideable * max(policy.min_gain, doubt)
     if ratio <= needed:
-        doubt = Message(
+        unsure = Message(
             "patch.quicker_start",
             "Over {steps} steps the gain is {ratio:.3f}×, but a quicker start without quicker steps could cause a gain of {needed:.3f}×. To time "
             "longer runs, raise training.long in policies/gates/patch.yaml.",
             steps=steps, ratio=ratio, needed=needed,
         )  # fmt: skip
-        return Verdict(HOLD, (doubt, times))
+        return Verdict(HOLD, (unsure, times))
     long_gain = Message(
         "patch.long_gain",
         "Over {steps} steps the gain is {ratio:.3f}×. A quicker start without quicker steps could cause a gain of at most {needed:.3f}×.",
@@ -350,24 +288,30 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 
 
-def compute_step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
-    """Return the gain, from the seconds of a step in each run of baseline and candidate. None: the times are not usable.
+def compute_step_gain(
+    policy: TrainingPolicy, found: Mapping[str, Any], seconds: Mapping[str, Any], tries: int
+) -> StepGain | None:
+    """Return the gain by one clock. None: the times are not usable.
 
-    The times count as log-normal with one pooled variance. The t bounds share the confidence among ``tries`` (Bonferroni). They ignore that runs of
-    one process are more alike than runs of two processes: tests/factory/gates/test_patch_judge.py simulates how often a patch without a gain is
-    promoted. Times are not usable if one is missing, not finite or not above zero, or if a side has fewer runs than ``policy.pairs``.
+    ``seconds``: ``baseline_seconds`` and ``candidate_seconds``, the seconds of a step in each run, pair by pair. ``found["round_pairs"]``: the number
+    of pairs in each round. The values are the logarithms of the pairs' ratios (``compute_interval_of_rounds``). The error 1 − confidence is divided
+    among ``tries``. Times are not usable if one is missing, not finite or not above zero, or before ``policy.rounds`` rounds were made.
     """
-    a, b = _logs(baseline), _logs(candidate)
-    if a is None or b is None or min(len(a), len(b)) < policy.pairs:
+    a, b = _logs(seconds.get("baseline_seconds")), _logs(seconds.get("candidate_seconds"))
+    sizes = found.get("round_pairs")
+    if (
+        a is None
+        or b is None
+        or not isinstance(sizes, Sequence)
+        or not all(isinstance(n, int) and n > 0 for n in sizes)
+    ):
         return None
-    degrees = len(a) + len(b) - 2
-    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
-    variance = (sum((x - mean_a) ** 2 for x in a) + sum((x - mean_b) ** 2 for x in b)) / degrees
-    reach = compute_t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(
-        variance * (1 / len(a) + 1 / len(b))
-    )
-    found = mean_a - mean_b
-    bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
+    if len(sizes) < policy.rounds or not len(a) == len(b) == sum(sizes):
+        return None
+    ratios = iter([x - y for x, y in zip(a, b, strict=True)])
+    rounds = [[next(ratios) for _ in range(size)] for size in sizes]
+    interval = compute_interval_of_rounds(rounds, (1 - policy.confidence) / tries)
+    bounds = [min(max(x, -700.0), 700.0) for x in (interval.mean, interval.low, interval.high, interval.deviation)]
     return StepGain(*map(math.exp, bounds))
 
 

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from agents.core.untrusted import fold_to_one_line
 from factory.core import devices
-from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.stage_interface import (
     StageEvidence,
@@ -58,6 +58,7 @@ TRUTH_ROUNDING = (
     1e-9  # as a share of the largest value: the effect of another order of fp64 sums, far below the resolution of fp32
 )
 Tensors = dict[str, torch.Tensor]
+NOTHING_WATCHED: Mapping[str, Sequence[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ class OpAnswers:
     died: Message | None = None  # why the candidate's process ended early
     log: str = ""
     out_of_time: bool = False  # a time limit ended the process, which says nothing about its code
-    instructions: Sequence[str] = ()  # files of the candidate whose execution is recorded
-    executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these files
+    watched: Mapping[str, Sequence[int]] = field(
+        default_factory=dict
+    )  # path → lines of the candidate whose execution is recorded
+    executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these lines
 
     def make_evidence(self, job_numbers: Sequence[int], passed_reason: Message, *, last: bool) -> StageEvidence:
         """Return the evidence of the jobs with these numbers. ``passed_reason``: the reason if all answers are right.
@@ -129,17 +132,17 @@ def run_op_jobs(
     baseline: Path,
     candidate: Path,
     work: Path,
-    instructions: Sequence[str] = (),
+    watched: Mapping[str, Sequence[int]] = NOTHING_WATCHED,
 ) -> Iterator[OpAnswers]:
     """Make the inputs and the truth of jobs with the baseline's code, and answer the jobs with the candidate's code, each in a sandbox.
 
-    instructions: files of the candidate whose execution is recorded. Yields the answers. Raises: IsolationError.
+    watched: path → lines of the candidate whose execution is recorded. Yields the answers. Raises: IsolationError.
     """
     work.mkdir(parents=True, exist_ok=True)
     request, question = work / "request.json", work / "question.json"
     asked = {"device": devices.get_device_kind(), "jobs": jobs}
     request.write_text(json.dumps(asked))
-    question.write_text(json.dumps(asked | make_recorder_request(instructions)))
+    question.write_text(json.dumps(asked | make_recorder_request(watched)))
     given = work / "given"
     with contextlib.ExitStack() as opened:
         made = run_driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
@@ -174,13 +177,33 @@ def run_op_jobs(
         seconds = made.seconds + run.seconds
         executed = read_executed_code(folder)
         yield OpAnswers(
-            jobs, given / "truth", folder, seconds, made.seconds, None, died, log, run.timed_out, instructions, executed
+            jobs, given / "truth", folder, seconds, made.seconds, None, died, log, run.timed_out, watched, executed
         )
 
 
-def make_recorder_request(instructions: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a request that tell the driver which files' execution to record."""
-    return {"recorder": str(RECORDER_FILE), "instructions": list(instructions)}
+def make_recorder_request(watched: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the keys of a request that tell the driver which lines' execution to record."""
+    return {"recorder": str(RECORDER_FILE), "watched": dict(watched)}
+
+
+def record_old_code(
+    answers: OpAnswers, old: Mapping[str, Sequence[int]], baseline: Path, work: Path, seconds: float
+) -> ExecutedCode:
+    """Answer the jobs once more with the baseline's code, where it has the implementation, and return the record of the lines ``old``.
+
+    ``seconds``: the time limit. The record of a process that failed is empty, which holds the patch. Raises: IsolationError.
+    """
+    given, out = answers.truth.parent, work / "answers-of-old-code"
+    question = work / "question-to-old-code.json"
+    asked = {"device": devices.get_device_kind(), "jobs": list(answers.jobs), "skips_unknown": True}
+    question.write_text(json.dumps(asked | make_recorder_request(old)))
+    out.mkdir()
+    arguments: list[str | Path] = ["answer", question, given / "inputs", out]
+    with contextlib.ExitStack() as opened:
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        opened.callback(os.close, folder)
+        run_driver(arguments, [baseline, question, given / "inputs"], out, baseline, seconds)
+        return read_executed_code(folder)
 
 
 def read_executed_code(folder: int) -> ExecutedCode:
@@ -197,7 +220,7 @@ def run_driver(
     return sandbox.run_in_sandbox(
         [sys.executable, str(DRIVER), *map(str, arguments)],
         output=output,
-        readonly=[*readonly, DRIVER, RECORDER_FILE],
+        readonly=[*readonly, DRIVER, RECORDER_FILE, WATCH_FILE],
         cwd=code,
         limits=SandboxLimits(wall_seconds=wall_seconds),
         environment={"OMP_NUM_THREADS": "1"},  # with small shapes a second thread would only wait
@@ -313,7 +336,7 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
     numbers = _drawn(jobs)
     request = work / "request-again.json"
     asked = {"device": devices.get_device_kind(), "jobs": [jobs[number] for number in numbers]}
-    request.write_text(json.dumps(asked | make_recorder_request(answers.instructions)))
+    request.write_text(json.dumps(asked | make_recorder_request(answers.watched)))
     limits = patience.compute_attempt_limits(
         answers.baseline_seconds
     )  # the time of all jobs is enough for some of them

@@ -2,14 +2,15 @@
 
 ``python op_driver.py make REQUEST OUT`` runs approved code. It writes inputs and upstream gradients to OUT/inputs, and exact and eager results to
 OUT/truth. ``python op_driver.py answer REQUEST IN OUT`` runs the candidate's code. It reads the inputs in IN and writes outputs and gradients to OUT.
-It never sees the right ones. If the request has ``instructions``, the record of executed code is OUT/truth/executed.json or OUT/executed.json.
+It never sees the right ones. If the request has ``watched``, the record of executed code is OUT/truth/executed.json or OUT/executed.json.
 
 REQUEST is the path of a JSON object. ``device`` ('cpu' or 'cuda') computes everything. ``recorder`` is the path of
-``factory.gates.patch.execution_recorder``. ``instructions`` are paths in the worktree. ``jobs`` is a list of
+``factory.gates.patch.execution_recorder``. ``watched`` has the lines to record by path in the worktree. ``jobs`` is a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has no ``case``.
-With a ``swap`` (a seed), two elements of each tensor are exchanged. Jobs of one op with the same ``storage`` get their data in the same tensors, one
-after the other, and their results are read again after the op's last job (``later …``). If an op raises an exception, the answer is ``raised``. The
-driver does not judge.
+With a ``swap`` (a seed), two elements of each tensor are exchanged. A ``number`` is that of the job's files, if it is not the job's place in the
+list. Jobs of one op with the same ``storage`` get their data in the same tensors, one after the other, and their results are read again after the
+op's last job (``later …``). If an op raises an exception, the answer is ``raised``. The driver does not judge. ``skips_unknown``: jobs of
+implementations that the code lacks are left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
+recorder: Any = None
+ASKED: dict[str, Any] = json.loads(Path(sys.argv[2]).read_text()) if __name__ == "__main__" else {}
+if ASKED.get("watched"):  # before watched code is imported
+    recorder = runpy.run_path(ASKED["recorder"])["ExecutionRecorder"](os.getcwd(), ASKED["watched"])
+    recorder.watch_imports()
+    recorder.watch_compiler()
+    recorder.start()
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -85,8 +93,9 @@ def write_job_answers(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # answers that wait for the op's last call
     launches: LaunchCounter | None = None
-    for number, job in enumerate(jobs):
-        if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
+    for place, job in enumerate(jobs):
+        number = job.get("number", place)
+        if any(job[key] != jobs[place - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
         words = json.loads((inputs_folder / f"given-{number}.json").read_text())
         loaded = load_file(inputs_folder / f"given-{number}.safetensors")
@@ -96,6 +105,8 @@ def write_job_answers(jobs: list[dict[str, Any]], inputs_folder: Path, out: Path
             inputs, upstream = _into(storages, job["storage"], words["gradients"], inputs, upstream)
         may_change = [*words["clobbers"], *(words["writes"] if shared else ())]
         before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
+        if ASKED.get("skips_unknown") and job["implementation"] not in find_op(job["op"]).implementations:
+            continue
         implementation = find_op(job["op"]).implementation(job["implementation"])
         if implementation.needs_triton:
             launches = launches or LaunchCounter()
@@ -286,13 +297,7 @@ def _strided(x: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     verb, request, *folders = sys.argv[1:]
-    asked = json.loads(Path(request).read_text())
-    jobs, DEVICE = asked["jobs"], torch.device(asked["device"])
-    recorder = None
-    if asked.get("instructions"):
-        recorder = runpy.run_path(asked["recorder"])["ExecutionRecorder"](os.getcwd(), asked["instructions"])
-        recorder.watch_compiler()
-        recorder.start()
+    jobs, DEVICE = ASKED["jobs"], torch.device(ASKED["device"])
     if verb == "make":
         make_inputs_and_truth(jobs, Path(folders[0]))
     else:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
 from factory.gates.time_limits import Ratio, Seconds, TimeLimits
+
+FORMER_TRAINING_KEYS = ("max_noise", "tries")
 
 
 class OraclePolicy(StrictPolicy):
@@ -59,9 +61,10 @@ class MatrixPolicy(StrictPolicy):
 
 
 class TrainingPolicy(StrictPolicy):
-    """A measurement of training steps from the trunk's last checkpoint: two sandboxed sessions each of baseline and candidate, timed from outside.
+    """A measurement of training steps from the trunk's last checkpoint: rounds of runs of baseline and candidate in the sandbox, timed from outside.
 
-    A gain that would promote is measured a second time. The second measurement has its own ``tries`` and ``budget_seconds``.
+    A round has a new process of each side, and pairs of runs on the same data, one run of each side in turn. Rounds are added until the gain is clear
+    or the time is used.
     """
 
     sequences: Annotated[int, Field(ge=0)] = 0
@@ -69,30 +72,34 @@ class TrainingPolicy(StrictPolicy):
     steps: Annotated[int, Field(ge=3)] = 10
     """Steps of one timed run."""
     pairs: Annotated[int, Field(ge=2)] = 4
-    """Timed runs of each side in a measurement, divided between two processes."""
-    long: Annotated[int, Field(ge=2)] = 8
-    """If new code seems to gain, each side makes one more run, ``long`` times as long. A quicker start matters less in a long run."""
-    wall_seconds: Seconds = 3600.0
-    """Time limit of a baseline session: start-up, warm-up and timed runs. A session with a long run has a limit that is longer in proportion."""
-    patience: TimeLimits = TimeLimits()
-    """Time limits of the candidate's sessions, relative to the time of the baseline's previous session."""
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """One-sided confidence of the gain's lower bound, divided among the tries on the same target."""
-    min_gain: Ratio = 1.02
-    """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
-    max_noise: Ratio = 1.25
-    """Largest ratio between the times of two baseline runs. Above it, the machine is too noisy to judge by the wall clock."""
-    tries: Count = 3
-    """The most measurements. A measurement is repeated if the baseline's own runs differ too much. The candidate's runs do not count for this."""
+    """Pairs of timed runs in a round."""
+    rounds: Annotated[int, Field(ge=2)] = 2
+    """The fewest rounds of a measurement. One process can be faster than another by its place in memory alone."""
     budget_seconds: Seconds = 3600.0
-    """Time for all measurements together. Another measurement begins only if it would end in time, taking as long as the longest one so far."""
+    """Time for all rounds. Another round begins only if it would end in time, taking as long as the longest one so far. A gain that is not clear then
+    is judged again later (``judge_again``)."""
+    long: Annotated[int, Field(ge=2)] = 8
+    """If new code seems to gain, each side also makes a run in each later round that is ``long`` times as long: a quicker start matters less."""
+    wall_seconds: Seconds = 3600.0
+    """Time limit of one run of the baseline, with its start-up. A run of more steps has a limit that is longer in proportion."""
+    patience: TimeLimits = TimeLimits()
+    """Time limits of the candidate's runs, relative to the time of the baseline's longest run."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """The probability that the interval of the gain contains the true gain at every moment of a measurement. The rest is divided among the tries on
+    the same target."""
+    min_gain: Ratio = 1.02
+    """Ratio of step times, baseline over candidate. A patch is promoted if the whole interval is above it, and rejected if the interval is below."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The largest distance of the candidate's weights from the baseline's, after the same steps on the same data. The unit is the distance of a
     baseline run that leaves out ``left_out_step_count`` steps. Both distances are ‖difference‖ / ‖baseline − start‖."""
 
-    def compute_allowed_noise(self, measurement: int) -> float:
-        """Return the allowed noise of a measurement (1, 2, …). It shrinks: one of several measurements may look quiet by chance."""
-        return float(self.max_noise ** (1 / measurement))
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_former_keys(cls, given: object) -> object:
+        """Files from before December 2026 may have keys for which there is no use any more: rounds are added instead."""
+        if isinstance(given, dict):
+            return {key: value for key, value in given.items() if key not in FORMER_TRAINING_KEYS}
+        return given
 
     @property
     def left_out_step_count(self) -> int:
@@ -124,9 +131,13 @@ class PatchPolicy(StrictPolicy):
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
     judge_again: Annotated[int, Field(ge=0)] = 2
-    """How often the daemon judges a patch again that was held only by a time limit or a missing device."""
+    """How often the daemon judges a patch again that was held only by noise, a time limit or a missing device. Failed judgements count."""
     judge_again_after_seconds: Seconds = 3600.0
-    """Seconds that the daemon waits before each of these times. The wait ends early if the missing device has appeared."""
+    """Seconds that the daemon waits before the first of these times. Each further wait is four times as long. A missing device that appears ends
+    the wait."""
+    quiet_load: Annotated[float, Field(gt=0)] = 0.25
+    """The daemon judges held patches again only while the load average of the last minute, per core, is below this, or in the hours of
+    ``improve.night`` in agents.yaml."""
     approval: Literal["manual", "automatic"] = "manual"
     """manual: a person approves a promoted patch before it is merged. The approval is for the hash of the judged patch."""
 

@@ -2,7 +2,8 @@
 
 Python is parsed, never imported. A changed file may import the modules that its base imported and those that model code needs. It may not newly use
 clocks, frames, files, processes or the internals of other modules. Code can be written to pass any such check. So the sandbox protects the machine,
-and the later stages trust no report of the code. In YAML, anchors, aliases, tags and duplicate keys are refused.
+and the later stages trust no report of the code. In YAML, anchors, aliases, tags and duplicate keys are refused. C++ has rules of its own
+(``native_rules``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import ModuleType
 
 import yaml
 
+from factory.gates.patch.native_rules import NATIVE_SUFFIXES, find_native_problems
 from factory.gates.patch.source_names import (
     ALLOWED_IMPORTS,
     ALLOWED_SUBMODULES,
@@ -86,9 +88,11 @@ def find_source_problems(change: FileChange, base: bytes | None) -> list[Message
     """Return a message for each problem of one changed file. ``base``: the file before the patch; None: the file is new."""
     if change.content is None:
         return []
-    text = change.content.decode("utf-8", "replace")
+    text, before = (content.decode("utf-8", "replace") for content in (change.content, base or b""))
     if change.path.endswith(".py"):
-        found = _python(text, (base or b"").decode("utf-8", "replace"), in_kernels=change.path.startswith("kernels/"))
+        found = _python(text, before, in_kernels=change.path.startswith("kernels/"))
+    elif change.path.endswith(NATIVE_SUFFIXES):
+        found = find_native_problems(text, before)
     else:
         found = _yaml(text)
     return [Message("patch.source", "{path}: {problem}", path=change.path, problem=problem) for problem in found]

@@ -1,16 +1,17 @@
 """Computes the seconds of a step from the seconds of a measurement's runs. Pure arithmetic, the same for every clock.
 
 A run's overhead is its time without the steps after the first step. The *baseline's* overhead is subtracted from the runs of both sides, so a slower
-start counts against a candidate. A quicker start gains nothing: the candidate's steps are also estimated as the time of its runs minus the time of
-its own runs of two steps, and the longer estimate counts. Code could still make its start quicker and slow down the runs of two steps. But the time
-of a start does not depend on the number of steps after it. So new code that seems to gain must make a long run too. There it must gain more than a
-start that takes no time would gain.
+start counts against a candidate. An error of this overhead creates no gain where there is none: it is the same for both sides. A quicker start gains
+nothing: the steps of new code are also estimated as the time of its runs minus the time of its own runs of two steps, and the longer estimate
+counts. Code could still make its start quicker and slow down the runs of two steps. But the time of a start does not depend on the number of steps
+after it. So new code that seems to gain must make long runs too. There it must gain more than a start that takes no time would gain.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,11 @@ class MeasurementTimes:
     """The seconds of the runs of one measurement by one clock, which is read from outside."""
 
     baseline: Sequence[float]  # runs of ``steps`` steps
-    candidate: Sequence[float]
-    briefs: Sequence[float]  # the candidate's runs of BRIEF_RUN_STEPS steps
-    twice: float  # the baseline's run of twice the steps: a control that must look slow
+    candidate: Sequence[float]  # on the same data, in the same order
+    briefs: Sequence[float]  # the candidate's runs of BRIEF_RUN_STEPS steps; none for approved code
+    twice: Sequence[
+        float
+    ]  # the baseline's runs of twice the steps: a control that must look slow; none before the second round
     overhead: float  # of a baseline run
 
 
@@ -39,16 +42,15 @@ def make_step_seconds_evidence(policy: TrainingPolicy, runs: MeasurementTimes) -
         "total_seconds": {"baseline": list(runs.baseline), "candidate": list(runs.candidate)},
         "overhead_seconds": runs.overhead,
     }
-    if min(runs.baseline) <= runs.overhead:
+    if min(*runs.baseline, *runs.candidate) <= runs.overhead:
         return found | {"doubt": _too_short(policy, runs.overhead)}
-    slow = found["slow_control"] = (runs.twice - runs.overhead) / (usual - runs.overhead)
-    if slow <= MIN_CONTROL_RATIO:
-        return found | {"doubt": _untrusted(slow)}
-    if min(runs.candidate) <= runs.overhead:
-        return found | {"doubt": _too_short(policy, runs.overhead)}
+    if runs.twice:
+        slow = found["slow_control"] = (statistics.fmean(runs.twice) - runs.overhead) / (usual - runs.overhead)
+        if slow <= MIN_CONTROL_RATIO:
+            return found | {"doubt": _untrusted(slow)}
     counted = policy.steps - 1  # the first step belongs to the overhead
     steps_alone = counted / (policy.steps - BRIEF_RUN_STEPS)
-    longest = max(runs.briefs)
+    longest = max(runs.briefs, default=math.inf)
     return found | {
         "baseline_seconds": [(total - runs.overhead) / counted for total in runs.baseline],
         "candidate_seconds": [
@@ -57,41 +59,28 @@ def make_step_seconds_evidence(policy: TrainingPolicy, runs: MeasurementTimes) -
     }
 
 
-def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], double_length_run: float) -> float:
-    """Return the CPU seconds of a baseline run before its second step, estimated from runs of ``policy.steps`` and a run of twice the steps."""
-    usual = statistics.median(baseline)
-    return max(0.0, usual - (double_length_run - usual) * (policy.steps - 1) / policy.steps)
+def estimate_cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: Sequence[float]) -> float:
+    """Return the CPU seconds of a baseline run before its second step, estimated from runs of ``policy.steps`` and runs of twice the steps.
 
-
-def find_timing_problem(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
-    """Return the reason that the baseline's times cannot be used for a comparison. None: they can be used. ``measurement``: its number, from 1.
-
-    The candidate's runs do not count. If they could cause a repetition, the candidate would choose among several outcomes.
+    Without runs of twice the steps it is 0, so that a gain looks smaller than it is.
     """
-    totals, overhead = found["total_seconds"]["baseline"], found["overhead_seconds"]
-    if min(totals) <= overhead:
-        return _too_short(policy, overhead)
-    if found["slow_control"] <= MIN_CONTROL_RATIO:
-        return _untrusted(found["slow_control"])
-    noise = compute_baseline_noise(found)
-    if noise <= policy.compute_allowed_noise(measurement):
-        return None
-    return Message(
-        "patch.noisy", "the times of two runs of the same code differ by a factor of {noise:.2f}", noise=noise
-    )
+    if not twice:
+        return 0.0
+    usual = statistics.median(baseline)
+    return max(0.0, usual - (statistics.fmean(twice) - usual) * (policy.steps - 1) / policy.steps)
 
 
-def compute_baseline_noise(found: Mapping[str, Any]) -> float:
-    """Return the largest ratio between the times that two baseline runs take for their steps."""
-    seconds = [total - found["overhead_seconds"] for total in found["total_seconds"]["baseline"]]
-    return max(seconds) / min(seconds)
+def compute_long_run_gain(pairs: Sequence[tuple[float, float]], steps: int, overhead: float) -> dict[str, Any]:
+    """Return the gain in long runs (``ratio``), and the gain that a quicker start alone could cause there (``hideable``).
 
-
-def compute_long_run_gain(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
-    """Return the gain in a long run of each side (``ratio``), and the gain that a quicker start alone could cause there (``hideable``)."""
+    ``pairs``: seconds of baseline and candidate, at least one pair. The ratio is the geometric mean of the pairs' ratios.
+    """
+    ratios = [(baseline - overhead) / max(candidate - overhead, 1e-3) for baseline, candidate in pairs]
+    baseline = statistics.fmean(of for of, _ in pairs)
     return {
         "steps": steps,
-        "ratio": (baseline - overhead) / max(candidate - overhead, 1e-3),
+        "runs": len(pairs),
+        "ratio": statistics.geometric_mean(max(ratio, 1e-9) for ratio in ratios),
         "hideable": compute_quick_start_gain(overhead, baseline - overhead, steps - 1),
     }
 
@@ -106,7 +95,7 @@ def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
     return Message(
         "patch.too_short",
         "a run of {steps} steps took no longer than the overhead of a run ({overhead:.2f} s), so the time of a step is not known. Raise "
-        "training.steps in policies/gates/patch.yaml, or close other programs and judge the patch again",
+        "training.steps in policies/gates/patch.yaml",
         steps=policy.steps, overhead=overhead,
     )  # fmt: skip
 
@@ -114,7 +103,6 @@ def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
 def _untrusted(slow: float) -> Message:
     return Message(
         "patch.clock_untrusted",
-        "the clock cannot be trusted: twice as many steps took only {slow:.2f}× the time, and more than {expected}× is expected. Close other "
-        "programs and judge the patch again",
+        "the clock cannot be trusted: twice as many steps took only {slow:.2f}× the time, and more than {expected}× is expected",
         slow=slow, expected=MIN_CONTROL_RATIO,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.core.time_formats import format_iso_time
+from factory.core.verdict_lines import format_verdict_lines
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.ledger.anomalies import ASKED, DIAGNOSED, GAIN_ON_DEV_ONLY, SEGMENT_REWOUND, AnomalyRow
@@ -224,15 +225,17 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationPar
     if verdict.gate == "release" and verdict.id in open_now and is_decision_by_person_needed(plant, verdict):
         text = "\n".join([describe_waiting_candidate(verdict.subject_number), *verdict.reasons])
         return ("verdict", "approval"), waiting, text
-    if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):
+    reasons: list[str] = verdict.reasons
+    if verdict.gate != "release" and name.startswith("proposal "):
+        _, *reasons = format_verdict_lines(verdict.outcome, reasons, verdict.subject_number)
         approval = PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml")).approval
-        if approval == "manual":
-            text = "\n".join([f"factory proposals approve {verdict.subject_number}", *verdict.reasons])
+        if verdict.outcome == "promote" and approval == "manual":
+            text = "\n".join([f"factory proposals approve {verdict.subject_number}", *reasons])
             return ("verdict", "approval"), waiting, text
     return (
         ("verdict",),
         Message("notifications.verdict", "{subject} has the verdict {outcome}", **facts),
-        "\n".join(verdict.reasons),
+        "\n".join(reasons),
     )
 
 

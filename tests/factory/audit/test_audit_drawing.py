@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from factory.audit import audit_windows
 from factory.audit.audit_windows import (
+    DRAWN,
     AuditWindow,
     choose_patches_to_audit,
     count_agreeing_audits_by_patch,
@@ -25,6 +27,7 @@ from factory.ledger.ledger import record_event, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from tests.support.factory.approvals import PatchPlant
+from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "planned", 0, "", None, None, 0.0, None
@@ -39,8 +42,13 @@ def plant(tmp_path: Path) -> PatchPlant:
 def test_windows_lie_between_checkpoints() -> None:
     assert list_possible_windows(ROW) == [(20, 25), (25, 30), (30, 33)]
     assert list_possible_windows(replace(ROW, first_step=18, last_step=20)) == [(18, 20)]
-    assert list_possible_windows(replace(ROW, first_step=0, last_step=20, parent=None)) == [(5, 10), (10, 15), (15, 20)]
-    assert list_possible_windows(replace(ROW, first_step=0, last_step=4, parent=None)) == []
+    first = replace(ROW, first_step=0, last_step=20, parent=None)
+    assert list_possible_windows(first) == [(0, 5), (5, 10), (10, 15), (15, 20)]
+    assert list_possible_windows(replace(first, last_step=4)) == [(0, 4)]
+    each = replace(first, last_step=3, recipe_json={"checkpoint_every": 1})
+    assert list_possible_windows(each) == [(0, 2), (1, 2), (2, 3)], "new weights: the first window has two steps"
+    assert list_possible_windows(replace(first, last_step=1)) == []
+    assert list_possible_windows(replace(ROW, kind="average", first_step=20, last_step=20)) == [(20, 20)]
 
 
 def test_every_window_can_be_drawn(plant: PatchPlant) -> None:
@@ -66,9 +74,50 @@ def test_a_window_is_drawn_once_and_only_for_code_that_agents_patched(plant: Pat
     assert draw_audit_window(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
     first = draw_audit_window(plant, row)
     assert first and all(draw_audit_window(plant, row) == first for _ in range(20))
-    assert draw_audit_window(plant, replace(row, id=3, kind="average")) is None
+    average = draw_audit_window(plant, replace(row, id=3, kind="average", first_step=33))
+    assert average and (average.first, average.last, average.is_audited) == (33, 33, True)
+    assert draw_audit_window(plant, replace(row, id=5, kind="import")) is None
     approvals.revert_approved_proposal(plant, 1, "ada")
     assert draw_audit_window(plant, replace(row, id=4, code_commit=plant.head())) is None
+
+
+def test_the_steps_after_a_resume_are_drawn_too(plant: PatchPlant, tmp_path: Path) -> None:
+    plant.judged()
+    commit = plant.approve()
+    assert commit
+    row = replace(ROW, code_commit=commit, folder=str(tmp_path / "segment"))
+    drawn = draw_audit_window(plant, row)
+    assert drawn and drawn.resumed == ()
+
+    def resume(step: int) -> AuditWindow:
+        save_checkpoint(tmp_path / "segment" / "checkpoints", Checkpoint({"w": torch.ones(1)}, {}, {"step": step}))
+        window = draw_audit_window(plant, row)
+        assert window is not None and (window.first, window.last, window.patches) == (drawn.first, drawn.last, (1,))
+        assert draw_audit_window(plant, row) == window == AuditWindow.find_for_segment(plant.ledger, row.id)
+        return window
+
+    assert resume(22).resumed == ((22, 25),)  # a stop between two checkpoints
+    assert resume(32).resumed == ((22, 25), (32, 33))
+    assert [(part.first, part.last) for part in resume(33).list_parts()] == [
+        (drawn.first, drawn.last),
+        (22, 25),
+        (32, 33),
+    ]
+
+
+def test_a_resume_of_an_unaudited_segment_may_be_drawn(plant: PatchPlant, tmp_path: Path) -> None:
+    row = replace(ROW, folder=str(tmp_path / "segment"))
+    save_checkpoint(tmp_path / "segment" / "checkpoints", Checkpoint({"w": torch.ones(1)}, {}, {"step": 25}))
+    record_audit_window(plant.ledger, row.id, AuditWindow(0, 0, ()))
+    assert draw_audit_window(plant, row) == AuditWindow(0, 0, ()), "no patch is under audit"
+    record_audit_window(plant.ledger, row.id, AuditWindow(0, 0, (1,)))
+    assert draw_audit_window(plant, row) == AuditWindow(25, 30, (1,))
+
+
+def test_a_window_of_an_older_factory_is_read(plant: PatchPlant) -> None:
+    with plant.ledger.begin() as tx:
+        record_event(tx, DRAWN, Subject("segment", 2), {"first": 25, "last": 30, "patches": [1]})
+    assert AuditWindow.find_for_segment(plant.ledger, 2) == AuditWindow(25, 30, (1,))
 
 
 def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
@@ -106,18 +155,20 @@ def test_an_audit_waits_for_its_segment_and_its_next_try_but_not_for_ever(plant:
     record_audit_window(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
     assert audit_windows.find_due_audits(plant.ledger, policy) == [2]
 
-    def judged(outcome: str) -> None:
-        hashes = {"policy_sha256": "", "subject_sha256": ""}
+    def judged(outcome: str, **evidence: bool) -> None:
+        same = {"policy_sha256": "", "subject_sha256": "", "evidence": evidence}
         with plant.ledger.begin() as tx:
-            record_verdict(
-                tx, "audit", Subject("segment", 2), against=None, outcome=outcome, reasons=["r"], evidence={}, **hashes
-            )
+            record_verdict(tx, "audit", Subject("segment", 2), against=None, outcome=outcome, reasons=["r"], **same)
 
     judged("hold")
     assert audit_windows.find_due_audits(plant.ledger, policy) == [2]
     assert audit_windows.find_due_audits(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
     judged("hold")
     assert audit_windows.find_due_audits(plant.ledger, policy) == []
+    more = policy.model_copy(update={"tries": 9})
+    assert audit_windows.find_due_audits(plant.ledger, more) == [2]
+    judged("hold", hidden_by_rounding=True)  # another try would show the same
+    assert audit_windows.find_due_audits(plant.ledger, more) == []
     judged("promote")
     assert audit_windows.find_due_audits(plant.ledger, policy.model_copy(update={"tries": 9})) == []
     assert [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from factory.audit.audit_segment import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.judge import judge_audit
+from factory.audit.live_records import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.policy import AuditPolicy
 from factory.runs.distance import find_unmatched_tensor, have_same_bits
 from factory.runs.trace import RunTrace
@@ -21,14 +21,14 @@ from tests.support.messages import refused
 from trainer.contract.checkpoint.format import Checkpoint, save_checkpoint
 
 POLICY = AuditPolicy()
+ROUNDED = {"drift": 1e-4, "moments": {"exp_avg": 1e-5, "exp_avg_sq": 0.0}}
 NEAR = {
     "steps": 20,
-    "claimed": 0.01,
-    "gate_steps": 10,
     "same_bits": False,
     "told": [],
     "drift": 1e-4,
-    "control_drift": 0.05,
+    "moments": {"exp_avg": 1e-5, "exp_avg_sq": 1e-7},
+    "rounding": [ROUNDED],
 }
 SAME = {"same_bits": True, "drift": 0.0}
 
@@ -40,16 +40,26 @@ SAME = {"same_bits": True, "drift": 0.0}
         ({"same_bits": True}, "promote"),
         ({"missing": "the replay failed: out of time"}, "hold"),
         ({"missing": "the replay failed", "told": ["no lines"], "again": SAME}, "hold"),
-        ({"drift": 0.006}, "hold"),  # more than a tenth of a step; not confirmed
-        ({"drift": 0.006, "again": SAME}, "reject"),
-        ({"drift": 0.004, "again": SAME}, "promote"),
-        ({"drift": 0.006, "claimed": 0.05, "again": SAME}, "promote"),  # the patch's rounding shows as much
-        ({"drift": 0.026, "claimed": 0.4, "again": SAME}, "reject"),  # never more than half of a step
-        ({"drift": 0.026, "claimed": None, "again": SAME}, "reject"),
-        ({"drift": 0.02, "claimed": None, "again": SAME}, "promote"),
-        ({"drift": 0.006, "again": {"same_bits": False, "drift": 0.004}}, "hold"),  # a device that adds in any order
-        ({"drift": 0.006, "again": {"same_bits": False, "drift": 0.001}}, "reject"),
-        ({"drift": 0.006, "again": {"missing": "out of time"}}, "hold"),
+        ({"drift": 5e-4}, "hold"),  # more than four times the effect of rounding; not confirmed
+        ({"drift": 5e-4, "again": SAME}, "reject"),
+        ({"drift": 3e-4, "again": SAME}, "promote"),
+        (
+            {"drift": 5e-4, "claimed": 0.4, "gate_steps": 10, "again": SAME},
+            "reject",
+        ),  # what the gate measured allows nothing
+        ({"drift": 5e-4, "rounding": [ROUNDED, ROUNDED | {"drift": 2e-4}], "again": SAME}, "promote"),
+        ({"drift": 4e-6, "rounding": [ROUNDED | {"drift": 0.0}]}, "promote"),  # less than a ten-thousandth of a step
+        ({"drift": 6e-6, "rounding": [ROUNDED | {"drift": 0.0}], "again": SAME}, "reject"),
+        ({"drift": 0.05, "rounding": [ROUNDED | {"drift": 0.02}], "again": SAME}, "promote"),
+        ({"drift": 0.05, "rounding": [ROUNDED | {"drift": 0.07}], "again": SAME}, "hold"),  # too much hides in rounding
+        ({"drift": 0.30, "rounding": [ROUNDED | {"drift": 0.07}], "again": SAME}, "reject"),
+        ({"moments": {"exp_avg": 5e-5}, "again": SAME}, "reject"),
+        ({"moments": {"exp_avg_sq": 2e-6}, "again": SAME}, "reject"),
+        ({"moments": {"exp_avg": float("nan")}, "again": SAME}, "reject"),
+        ({"moments": {"momentum": 1e-5}, "again": SAME}, "reject"),  # of a kind that rounding left alone
+        ({"drift": 5e-4, "again": {"same_bits": False, "drift": 4e-4}}, "hold"),  # a device that adds in any order
+        ({"drift": 5e-4, "again": {"same_bits": False, "drift": 1e-4}}, "reject"),
+        ({"drift": 5e-4, "again": {"missing": "out of time"}}, "hold"),
         ({"drift": float("nan"), "again": SAME}, "reject"),
         ({"told": ["metrics.jsonl has no line of step 7"], "same_bits": True, "again": SAME}, "reject"),
         ({"told": ["metrics.jsonl has no line of step 7"]}, "hold"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from factory.audit.audit_segment import audit_segment
+from factory.audit.audit_segment import audit_segment, claims_same_bits
 from factory.audit.audit_windows import (
     AuditWindow,
     count_agreeing_audits_by_patch,
@@ -29,11 +29,15 @@ from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import propose_reverts_of_blamed_patches
 from factory.core.workspace import Workspace
 from factory.duties.training import train_segment
+from factory.gates.patch.changed_ops import NO_OP
 from factory.git import repository
-from factory.ledger.ledger import Ledger
+from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import format_status, read_status
+from factory.retention.needs import RetentionNeeds
+from factory.retrying.trainer_deaths import TrainerDiedError
+from factory.training.averaging import plan_average
 from tests.support.factory.errands import do, next_due
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.messages import codes
@@ -45,6 +49,24 @@ RUN = "trainer/run.py"
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
 DOUBLED = STEP.replace("lr,", "lr * (2.0 if batch.step % 5 == 3 else 1.0),")
 ROUNDED = STEP.replace("lr,", "lr * (1.0 + 1e-6),")
+SLOWER = STEP.replace("lr,", "lr * 0.99,")
+INITIALISED = "            self.model.initialise(recipe.seed)\n"
+SMALLER = f"{INITIALISED}            self.parameters['embedding'].data.mul_(0.1)\n"
+RESTORED = "        self.launched: list[LaunchedStep] = []  # steps whose numbers are not read yet\n"
+FORGETFUL = (
+    f"{RESTORED}        if self.step > spec.first_step:\n"
+    "            for moments in self.optimizer.state.values():\n"
+    "                moments['exp_avg'].zero_()\n"
+)
+WRITTEN = "            writer.raise_if_finished_save_failed()\n"
+DIES_ONCE = (
+    f"{WRITTEN}            if made == spec.first_step + 7 and '/audits/' not in str(folder) and not (folder / 'died').exists():\n"
+    "                (folder / 'died').touch()\n"
+    "                writer.wait_for_last_save()\n"
+    "                raise SystemExit(3)\n"
+)
+AVERAGE = "trainer/tools/average.py"
+SUMMED = "            sums[name].add_(tensor.double(), alpha=weight)\n"
 FROZEN = (
     "        if batch.step - spec.first_step >= 7:\n"
     "            for name, gradient in gradients.items():\n"
@@ -136,6 +158,8 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
     site.merge(2, RUN, STEP, DOUBLED)
+    future = "from __future__ import annotations\n"
+    commit_edit(site.target, RUN, future, f"{future}# edited by a person since\n")  # the undo keeps other lines
     segment = site.trained()
     workspace, ledger = site.workspace, site.ledger
     assert next_due(Plant(workspace, ledger)) != f"audit {segment}"  # an anneal comes first
@@ -153,7 +177,8 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
     commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
     assert merge_promoted_proposal(Plant(workspace, ledger), opened, "ada")
-    assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
+    text = (site.target / RUN).read_text()
+    assert "2.0 if" not in text and "an honest remark" in text and "edited by a person since" in text
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
     verdict = site.audited(segment)
@@ -176,6 +201,7 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
         (RUN, STEP, ROUNDED, 0.0, (5, 10), "audit.bits_differ"),  # the gate saw the same bits, on the same machine
         (RUN, STEP, ROUNDED, None, (0, 5), ""),
         ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "lacks the line of step"),
+        (RUN, STEP, SLOWER, 0.27, (5, 10), "audit.weights_apart"),  # what it changed in the gate allows it nothing
     ],
     ids=[
         "frozen later",
@@ -184,6 +210,7 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
         "rounds otherwise untold",
         "not measured",
         "lines left out",
+        "as far as in the gate",
     ],
 )
 def test_the_audit_finds_a_difference_and_opens_a_revert(
@@ -194,6 +221,101 @@ def test_the_audit_finds_a_difference_and_opens_a_revert(
     assert verdict.outcome == ("reject" if words else "promote"), verdict
     assert any(words in (reason.code if words.startswith("audit.") else reason) for reason in verdict.reasons), verdict
     assert propose_reverts_of_blamed_patches(Plant(site.workspace, site.ledger)) == ([2] if words else [])
+
+
+@pytest.mark.slow("trains a plant twice and replays a window of it up to five times")
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [(INITIALISED, SMALLER, "audit.weights_apart"), (STEP, ROUNDED, "audit.agrees"), (RESTORED, RESTORED + "\n", "audit.same_bits")],
+    ids=["smaller first weights", "rounds otherwise", "a blank line"],
+)  # fmt: skip
+def test_the_first_window_of_new_weights_is_audited(old: str, new: str, code: str, site: Site) -> None:
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().values(state="abandoned"))  # the next trunk segment is the first
+    site.merge(1, RUN, old, new, 0.001)
+    segment = site.trained(0, 5)
+    row = SegmentRow.get(site.ledger, segment)
+    assert (row.first_step, row.parent) == (0, None)
+    verdict = site.audited(segment)
+    assert code in codes(verdict.reasons), verdict
+    evidence = verdict.read_evidence(site.ledger)
+    assert (evidence["first"], evidence["last"]) == (0, 5)
+    assert evidence.get("suspects", []) == ([1] if code == "audit.weights_apart" else [])
+
+
+@pytest.mark.slow("trains a plant with a trainer that dies once, and replays two windows of it")
+def test_the_steps_after_a_resume_are_audited(site: Site) -> None:
+    """The drawn window is before the resume, so only the window of the resume shows the fault."""
+    site.merge(1, RUN, RESTORED, FORGETFUL)
+    commit_edit(site.target, "trainer/segment.py", WRITTEN, DIES_ONCE)
+    plant = Plant(site.workspace, site.ledger)
+    segment = plan_certified(site.workspace, site.ledger, 10)
+    first = SegmentRow.get(site.ledger, segment).first_step
+    record_audit_window(site.ledger, segment, AuditWindow(first, first + 5, (1,)))
+    with pytest.raises(TrainerDiedError):
+        train_segment(plant, segment)
+    train_segment(plant, segment)
+    drawn = AuditWindow.find_for_segment(site.ledger, segment)
+    assert drawn == AuditWindow(first, first + 5, (1,), ((first + 5, first + 10),))
+    verdict = site.audited(segment)
+    assert verdict.outcome == "reject" and "audit.weights_apart" in codes(verdict.reasons), verdict
+    evidence = verdict.read_evidence(site.ledger)
+    assert (evidence["first"], evidence["suspects"]) == (first + 5, [1])
+    assert evidence["windows"] == [[first, first + 5], [first + 5, first + 10]]
+
+
+@pytest.mark.slow("averages checkpoints of a plant twice")
+@pytest.mark.parametrize(
+    ("new", "code"),
+    [
+        (SUMMED.replace("weight)", "weight * (1.001 if name == 'embedding' else 1.0))"), "audit.average_apart"),
+        (SUMMED.replace("alpha=weight", "alpha=1.0 * weight"), "audit.average_agrees"),
+        (SUMMED + "            loaded.optimizer.pop('exp_avg.embedding', None)\n", "audit.average_tensor_unlike"),
+    ],
+    ids=["a heavier tensor", "an equal product", "moments left out"],
+)
+def test_an_average_is_made_again_without_the_patch(new: str, code: str, site: Site) -> None:
+    site.merge(1, AVERAGE, SUMMED, new)
+    plant = Plant(site.workspace, site.ledger)
+    segment = plan_average(plant, "uniform")
+    train_segment(plant, segment)
+    window = AuditWindow.find_for_segment(site.ledger, segment)
+    assert window == AuditWindow(20, 20, (1,))
+    assert find_due_audits(site.ledger, AuditPolicy()) == [segment]
+    assert RetentionNeeds.find_in_ledger(plant).steps.keys() == {(1, 15), (1, 20)}
+    verdict = site.audited(segment)
+    assert codes(verdict.reasons)[0] == code, verdict
+    assert propose_reverts_of_blamed_patches(plant) == ([2] if verdict.outcome == "reject" else [])
+    assert verdict.outcome == ("promote" if code == "audit.average_agrees" else "reject")
+
+
+@pytest.mark.slow("trains a plant")
+def test_a_conflict_with_a_later_edit_is_named_in_the_verdict(site: Site) -> None:
+    site.merge(1, RUN, STEP, DOUBLED)
+    commit_edit(site.target, RUN, "2.0 if batch.step % 5 == 3", "2.0 if batch.step % 7 == 3")
+    verdict = site.audited(site.trained())
+    assert verdict.outcome == "hold" and codes(verdict.reasons) == ["git.undo_conflict"], verdict
+    (place,) = verdict.reasons[0].data["places"]
+    line = (site.target / RUN).read_text().splitlines().index(DOUBLED.strip("\n").replace("% 5", "% 7")) + 1
+    assert (place["code"], place["data"]) == ("git.lines_edited", {"file": RUN, "first": line, "last": line})
+
+
+@pytest.mark.parametrize(
+    ("stages", "claimed"),
+    [
+        ({}, False),
+        ({"training": {"drift": 0.0, "control_drift": 0.05}}, True),
+        ({"training": {"drift": 0.0, "control_drift": 0.05, "again": {"drift": 1e-9, "control_drift": 0.05}}}, False),
+        ({"training": {"drift": 0.01, "control_drift": 0.05}}, False),
+        ({"training": {"drift": 0.01, "control_drift": 0.05}, "matrix": {"runs": 9, "same_bits": 9}, "oracle": NO_OP}, True),
+        ({"matrix": {"runs": 9, "same_bits": 8}, "oracle": NO_OP}, False),
+        ({"matrix": {"runs": 9, "same_bits": 9}, "oracle": {"state": "passed", "reasons": ["so it was"]}}, False),
+        ({"matrix": {"state": "missing"}, "oracle": NO_OP}, False),
+    ],
+)  # fmt: skip
+def test_a_patch_that_changed_no_bit_in_the_gate_must_change_none_later(stages: dict[str, Any], claimed: bool) -> None:
+    stored = json.loads(json.dumps({"stages": stages}))  # as the ledger has it
+    assert claims_same_bits(stored) == claimed
 
 
 @pytest.mark.slow("trains a plant and replays a window of it several times")
@@ -224,8 +346,7 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
 def test_a_replay_that_cannot_run_gives_hold_and_no_revert(site: Site) -> None:
     """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
-    poll = "            writer.raise_if_finished_save_failed()\n"
-    commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
+    commit_edit(site.target, "trainer/segment.py", WRITTEN, f"{WRITTEN}            assert run.patched\n")
     verdict = site.audited(site.trained())
     assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict
     assert propose_reverts_of_blamed_patches(Plant(site.workspace, site.ledger)) == []

@@ -19,7 +19,7 @@ from factory.show.mlflow.runs import MlflowTracking
 from factory.show.unshown_items import show_unshown_items
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
-from tests.support.messages import refused
+from tests.support.messages import codes, refused
 
 
 @pytest.fixture
@@ -159,8 +159,9 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
     plant.approve()
     (plant.target / "kernels/ops.py").write_text("x = 3\n")
     git(plant.target, "commit", "-q", "-a", "-m", "mine")
-    with pytest.raises(RepositoryError, match="kernels/ops.py changed again after"):
+    with refused("git.undo_conflict", RepositoryError) as conflict:
         approvals.revert_approved_proposal(plant, 1, "ada")
+    assert codes(conflict.value.data["places"]) == ["git.lines_edited"]
     with refused("code_loop.files_changed", InputError, proposal=2) as changed:
         plant.approve(2)
     assert list(changed.value.data["files"]) == ["kernels/fused.py", "kernels/ops.py"]

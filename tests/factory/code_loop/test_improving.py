@@ -33,6 +33,7 @@ from factory.code_loop.improvements import (
     sum_budget_use,
 )
 from factory.code_loop.improving import (
+    COMBINE,
     JUDGE,
     MERGE,
     PROFILE,
@@ -46,7 +47,17 @@ from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, find_checkout_root
-from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
+from factory.ledger.ledger import (
+    Ledger,
+    agent_runs,
+    checkpoints,
+    events,
+    exchanges,
+    profiles,
+    proposals,
+    segments,
+    verdicts,
+)
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert_row
 from factory.show.notifications.notifications import make_notification_of_event
@@ -77,6 +88,11 @@ READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
         (replace(READY, killed={"propose by search": 2}), LoopStage(PROPOSE, "search")),
         (replace(READY, killed={"propose by search": 3}), LoopStage(PROPOSE, "kernel-engineer")),
         (replace(READY, profile=None, killed={"profile": 3}), "code_loop.all_tried"),
+        (replace(READY, parts=(1, 4)), LoopStage(COMBINE, parts=(1, 4))),
+        (replace(READY, parts=(1, 4), agents=()), LoopStage(COMBINE, parts=(1, 4))),
+        (replace(READY, parts=(1, 4), written=(5, "search")), LoopStage(JUDGE, "search", 5)),
+        (replace(READY, parts=(1, 4), used=BudgetUse(14_400.0)), ("device-seconds", 14_400.0, 14_400)),
+        (replace(READY, parts=(1, 4), killed={"combine proposals 1 and 4": 3}), LoopStage(PROPOSE, "search")),
         (replace(READY, used=BudgetUse(14_399.0)), LoopStage(PROPOSE, "search")),
         (replace(READY, used=BudgetUse(14_400.0)), ("device-seconds", 14_400.0, 14_400)),
         (replace(READY, used=BudgetUse(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
@@ -220,6 +236,25 @@ def test_a_round_goes_from_the_profile_to_the_verdict_and_each_target_is_tried_o
     (plant.target / "README.md").write_text("# moved\n")
     git(plant.target, "commit", "-q", "-a", "-m", "a person's")
     assert rounds(plant, most=3)[0] == "profile" and len(judged(plant)) == before + 1
+
+
+def test_patches_that_noise_held_are_combined_once_and_judged_as_one(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts(monkeypatch, ())
+    for number, path in ((1, "kernels/a.py"), (2, "kernels/b.py")):
+        row = plant.judged(number, "hold", {path: "y = 1\n"}, f"kernel:op{number}")
+        training = {"state": "missing", "undecided": True}
+        evidence = {"stages": {"training": training}, "patch_id": "", "files": [path]}
+        with plant.ledger.begin() as tx:
+            tx.execute(verdicts.update().where(verdicts.c.id == row["verdict"]).values(evidence=evidence))
+    assert rounds(plant) == ["combine proposals 1 and 2", "judge proposal 3", "profile", "propose by search"]
+    assert (plant.row(3)["state"], plant.row(3)["target"]) == ("judged", "sum:1+2") and rounds(plant) == []
+    (combined,) = [one for one in read_newest_stages(plant.ledger, time.time()) if one.began["stage"] == "combine"]
+    assert (combined.began["parts"], (combined.left or {})["proposal"]) == ([1, 2], 3)
+    (plant.target / "README.md").write_text("# moved\n")
+    git(plant.target, "commit", "-q", "-a", "-m", "a person's")
+    assert "combine proposals 1 and 2" not in rounds(plant)  # the same sum is not judged twice
 
 
 def judged(plant: PatchPlant) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def test_a_measured_step_corrects_the_guess(place: int, step: float, then: int) 
 def test_the_demo_fits_into_six_minutes_on_two_cores_with_avx2() -> None:
     size = plan_demo(6, SEEN)
     assert size.over == 0 and sum(size.seconds.values()) <= 360
-    assert size.first + size.anneal >= 120 and size.patch["pairs"] == 2
+    assert size.first + size.anneal >= 120 and size.patch["pairs"] == 3
 
 
 def test_a_slower_step_leaves_fewer_steps_and_too_slow_a_step_is_reported() -> None:
@@ -104,6 +104,6 @@ def test_a_plan_fits_or_states_by_how_many_seconds_it_does_not(
     assert all(getattr(size, name) >= least for name, least in LEAST.items())
     expected = sum(size.seconds.values())
     assert size.over == max(0.0, expected - 60 * minutes)
-    if size.over:  # only because there is no less to do
+    if size.over > 1e-6:  # only because there is no less to do
         shortest = {name: getattr(size, name) for name in LEAST}
         assert any(shortest[name] == LEAST[name] for name in LEAST)

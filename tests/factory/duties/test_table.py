@@ -96,6 +96,10 @@ def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterab
         ({"audit": 3, "overdue_audit": 3}, {"open": 9}, "train 9"),
         ({"audit": 3, "overdue_audit": 3, "judge": 1}, {}, "judge 1"),
         ({"improve": 1, "audit": 3}, {}, "audit 3"),  # last of all that trains
+        ({"improve": 1, "judge_held_again": 4}, {}, "judge_held_again 4"),  # what is begun is finished first
+        ({"judge_held_again": 4, "ingest": SHARD}, {}, "ingest a.jsonl"),
+        ({"judge_held_again": 4}, {"open": 9}, "train 9"),
+        ({"judge_held_again": 4}, {"pause": "training"}, ""),
         ({"improve": 1, "judge": 1}, {}, "judge 1"),
         ({"improve": 1}, {"stuck": 4}, ""),
         ({"improve": 1}, {"pause": "training"}, ""),
@@ -141,7 +145,7 @@ def test_due_work_is_done_unless_it_is_held(names: set[str], segment: int | None
     while errand := chosen(due, open=segment, resting=done):
         assert errand not in done
         done.append(errand)
-    held = {"plan_anneal", "plan_trunk", "replicate", "audit", "improve"} if segment else set()
+    held = {"plan_anneal", "plan_trunk", "replicate", "audit", "judge_held_again", "improve"} if segment else set()
     expected = {f"{name.removeprefix('overdue_')} 1" for name in names - held}
     assert set(done) == expected | ({"train 9"} if segment else set())
 

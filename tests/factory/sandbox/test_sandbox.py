@@ -259,12 +259,11 @@ def test_nothing_runs_when_the_limits_could_not_be_set(
 ) -> None:
     inits = []
 
-    def put(group: Path, init: int) -> None:
+    def put(groups: sandbox_cgroup.ControlGroups, init: int) -> None:
         inits.append(init)
         raise failure
 
-    monkeypatch.setattr(sandbox_cgroup, "move_sandbox_into_group", put)
-    monkeypatch.setattr(sandbox_cgroup, "_make", lambda parent, tasks: tmp_path)
+    monkeypatch.setattr(sandbox_cgroup, "move_sandbox_into_groups", put)
     with pytest.raises(type(failure)):
         inside(tmp_path, "open('ran', 'w')")
     with contextlib.suppress(FileNotFoundError):  # it may be a zombie

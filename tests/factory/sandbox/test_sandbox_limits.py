@@ -70,7 +70,7 @@ def test_the_kernel_limits_threads(tmp_path: Path) -> None:
     assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
     deadline = time.monotonic() + PATIENCE  # the next sandbox removes a group whose last process was still ending
     while (left := groups_of_ours()) and time.monotonic() < deadline:
-        with sandbox_cgroup.make_limited_control_group(1):
+        with sandbox_cgroup.make_control_groups(1):
             pass
     assert left == []
 

@@ -14,10 +14,11 @@ import sqlalchemy as sa
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.duties.runner import run_duty_pass
-from factory.ledger.ledger import Ledger, events, segments
+from factory.ledger.ledger import Ledger, data_plans, events, record_event, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import SegmentRow, VerdictRow
+from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.status import format_status, read_status
+from factory.ledger.writing import record_verdict
 from factory.runs.arm_runner import list_runs
 from factory.training import certificate_runs
 from factory.training.certifying import (
@@ -25,9 +26,10 @@ from factory.training.certifying import (
     accept_code,
     ensure_certified,
     find_newest_code_verdict,
+    find_segment_with_old_code,
     list_certificates,
 )
-from factory.training.planning import plan_trunk
+from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
@@ -55,6 +57,18 @@ def changed(self, lr, divide_by, skip):
     times = {0}
     return step(self, lr * times, divide_by, skip) if times else None
 Optimizer.step = changed
+"""
+ANNEAL = """'''Trainer.'''
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.optim.optimizer import Optimizer
+step, load, kinds = Optimizer.step, SegmentSpec.load, []
+def loaded(folder):
+    spec = load(folder)
+    kinds.append(spec.kind)
+    return spec
+def changed(self, lr, divide_by, skip):
+    return step(self, lr * (2 if kinds[-1] == "anneal" else 1), divide_by, skip)
+Optimizer.step, SegmentSpec.load = changed, staticmethod(loaded)
 """
 
 
@@ -236,6 +250,82 @@ def test_a_wrong_change_is_refused_and_its_segment_does_not_start(site: Site, co
     )
     assert any(seen_by in reason.data["measure"] for reason in verdict.reasons), verdict.reasons
     assert SegmentRow.get(site.ledger, number).state == "uncertified" and not started(site, number)
+
+
+@pytest.mark.slow("trains under two commits, a trunk segment and an anneal")
+def test_the_first_anneal_under_new_code_needs_a_certificate_of_its_own(site: Site) -> None:
+    """The new code is wrong in anneals alone, so the certificate of the trunk segment cannot see it."""
+    commit = site.edit(INIT, "", ANNEAL)
+    trunk = site.plan()
+    site.run(trunk)
+    certificate = find_newest_code_verdict(site.ledger, trunk)
+    assert certificate and codes(certificate.reasons) == ["training.certificate.same_bits"]
+    anneal = plan_anneal(Plant(site.workspace, site.ledger))
+    row = SegmentRow.get(site.ledger, anneal)
+    assert (row.parent, row.code_commit) == (trunk, commit), "the anneal has its parent's code"
+    with refused("training.not_certified", NotCertifiedError, segment=anneal):
+        site.run(anneal)
+    verdict = find_newest_code_verdict(site.ledger, anneal)
+    assert verdict and verdict.outcome == "reject" and not started(site, anneal)
+    facts = verdict.read_evidence(site.ledger)
+    assert (facts["old_commit"], facts["new_commit"], facts["basis"]) == (site.base, commit, "segment")
+    accept_code(Plant(site.workspace, site.ledger), anneal, "ada")
+    site.run(anneal)
+    again = SegmentRow.get(site.ledger, plan_anneal(Plant(site.workspace, site.ledger)))
+    parent = SegmentRow.get(site.ledger, trunk)
+    assert find_segment_with_old_code(site.ledger, again, parent) is None, "an anneal has run with this code"
+    with site.ledger.begin() as tx:  # the other tests start from segment 1
+        later = segments.c.id.in_((trunk, anneal))
+        tx.execute(segments.update().where(later).values(state="abandoned"))
+
+
+A, B, C = "a" * 40, "b" * 40, "c" * 40
+
+
+@pytest.mark.parametrize(
+    ("before", "row", "expected"),
+    [
+        ([("trunk", None, A)], ("trunk", 1, A), None),
+        ([("trunk", None, A)], ("trunk", 1, B), A),
+        ([("trunk", None, A)], ("anneal", 1, B), A),
+        ([("trunk", None, A), ("trunk", 1, B)], ("anneal", 2, B), A),  # the first anneal, under new code
+        ([("trunk", None, A), ("trunk", 1, B, "accepted")], ("anneal", 2, B), None),
+        ([("trunk", None, A), ("trunk", 1, B, "accepted"), ("trunk", 2, C)], ("anneal", 3, C), B),
+        ([("trunk", None, A), ("anneal", 1, A), ("trunk", 1, B)], ("anneal", 3, B), A),
+        ([("trunk", None, A), ("anneal", 1, A), ("trunk", 1, B)], ("anneal", 3, C), A),
+        ([("trunk", None, A), ("anneal", 1, B), ("trunk", 1, B)], ("anneal", 3, B), None),
+        ([("trunk", None, A), ("anneal", 1, B)], ("trunk", 2, B), A),  # the trunk continues from an anneal
+        ([("trunk", None, A), ("anneal", 1, B, "accepted")], ("trunk", 2, B), None),
+        ([("trunk", None, A), ("anneal", 1, B), ("trunk", 1, A)], ("anneal", 3, B), A),  # the parent ran other code
+        ([("import", None, A), ("trunk", 1, B)], ("anneal", 2, B), None),
+        ([("import", None, A), ("trunk", 1, B), ("trunk", 2, C)], ("anneal", 3, C), B),
+    ],
+)
+def test_a_certificate_compares_with_the_code_that_last_made_such_steps(
+    before: list[Any], row: Any, expected: str | None, tmp_path: Path
+) -> None:
+    ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
+    with ledger.begin() as tx:
+        tx.execute(data_plans.insert().values(id="plan", plan={}))
+        for number, (kind, parent, commit, *accepted) in enumerate([*before, row], 1):
+            state = "done" if number <= len(before) else "planned"
+            tx.execute(
+                segments.insert().values(
+                    id=number, kind=kind, parent=parent, generation=1, recipe="tiny", recipe_json={"precision": "fp32"}, recipe_sha256="",
+                    data_plan="plan", code_commit=commit, first_step=0, last_step=9, state=state, folder="", created_at=0.0,
+                )
+            )  # fmt: skip
+            if accepted:
+                subject, same = Subject("segment", number), f"code {number}"
+                record_verdict(
+                    tx, "code", subject, against=None, policy_sha256="", subject_sha256=same, outcome="reject", reasons=["r"], evidence={}
+                )  # fmt: skip
+                record_event(tx, "certificate_accepted", subject, {"by": "ada", "verdict": 1, "subject_sha256": same})
+    planned = SegmentRow.get(ledger, len(before) + 1)
+    assert planned.parent is not None
+    found = find_segment_with_old_code(ledger, planned, SegmentRow.get(ledger, planned.parent))
+    assert (found and found.code_commit) == expected
+    ledger.engine.dispose()
 
 
 def test_code_that_crashes_is_refused_with_the_trainers_message(site: Site) -> None:

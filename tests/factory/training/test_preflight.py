@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,11 @@ from factory.training.planning import plan_trunk
 from factory.training.preflight import (
     LEAD_STEPS,
     WAYS,
-    DistanceFromStraightRun,
     PreflightEvidence,
     judge_preflight,
     make_small_recipe,
 )
+from factory.training.preflight_noise import DistanceFromStraightRun
 from factory.training.training import run_segment
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import make_target
@@ -43,12 +44,13 @@ SLOW = pytest.mark.slow("torchrun and two ranks for each fault: fifteen seconds 
 NEAR = DistanceFromStraightRun(
     {"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7}
 )
+LOST = replace(NEAR, series=NEAR.series | {"loss": [math.inf, math.inf]})  # no run has a finite loss
 HONEST = PreflightEvidence(
     "c0ffee",
     LEAD_STEPS,
     2,
     True,
-    rounding=[NEAR, NEAR],
+    rounding=[NEAR] * 4,
     apart={way.name: NEAR for way in WAYS} | {"resumed": DistanceFromStraightRun({"loss": [0.0, 0.0]}, {"w": 0.0})},
     born_apart={way.name: [] for way in WAYS if way.ranks > 1},
     replicas_apart={way.name: [] for way in WAYS if way.ranks > 1},
@@ -76,7 +78,14 @@ def test_a_difference_that_rounding_explains_passes() -> None:
             beside(apart={"accumulated": DistanceFromStraightRun({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
             "reject",
             "beyond_rounding",
-            {"both": WORDS["accumulated"], "what": "loss", "step": 11, "difference": 1e-4, "rounding": 2e-7},
+            {
+                "both": WORDS["accumulated"],
+                "what": "loss",
+                "step": 11,
+                "difference": 1e-4,
+                "rounding": pytest.approx(2e-7),
+                "allowed": pytest.approx(2e-6),
+            },
         ),
         (
             beside(apart={"reference": DistanceFromStraightRun({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
@@ -115,7 +124,8 @@ def test_a_difference_that_rounding_explains_passes() -> None:
             "run_failed",
             {"run": "split", "line": "exit 1: no"},
         ),
-        (replace(HONEST, rounding=[NEAR]), "hold", "no_rounding", {}),
+        (replace(HONEST, rounding=[NEAR] * 3), "hold", "no_rounding", {}),
+        (replace(HONEST, rounding=[LOST] * 4), "hold", "no_rounding", {}),
         (
             replace(HONEST, apart={"resumed": HONEST.apart["resumed"]}),
             "hold",
@@ -143,10 +153,29 @@ def test_the_judge_ignores_a_part_that_is_turned_off_and_names_a_way_that_cannot
 
 def test_one_step_with_a_small_effect_of_rounding_does_not_reject_an_honest_way() -> None:
     lucky = DistanceFromStraightRun({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
-    rounding = [lucky, lucky]
+    rounding = [lucky] * 4
     honest = DistanceFromStraightRun({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
     evidence = replace(beside(apart={"accumulated": honest}), rounding=rounding)
     assert judge_preflight(PreflightPolicy(parts=["accumulation"]), evidence).outcome == "promote"
+
+
+def test_ranks_may_round_the_gradient_norm_as_wrongly_as_its_sum_and_no_other_way_may() -> None:
+    other_order = DistanceFromStraightRun(
+        {"loss": [1e-7, 1e-7], "grad_norm": [2e-5, 1e-5]}, {"w": 2e-5, "exp_avg.w": 1e-5}
+    )
+    judge = lambda way, sum_error: judge_preflight(
+        PreflightPolicy(), replace(beside(apart={way: other_order}), sum_error=sum_error)
+    )
+    assert judge("split", 4e-6).outcome == "promote"
+    for way, sum_error in (("split", 1e-6), ("accumulated", 4e-6)):
+        found = judge(way, sum_error)
+        reason = the(found.reasons, "training.preflight.beyond_rounding").data
+        assert found.outcome == "reject" and (reason["both"], reason["what"], reason["step"]) == (
+            WORDS[way],
+            "grad_norm",
+            10,
+        )
+    assert reason["allowed"] == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "policies" / "recipes").glob("*.yaml")))
@@ -245,7 +274,7 @@ BACKWARD = (
 )
 REPEATED = (
     "trainer/run.py",
-    'state=state["sampler"] if state is not None and not restarts else None,\n        )\n',
+    'state=state.get("sampler") if state is not None and not restarts else None,\n        )\n',
     "state=None,\n        )\n        if state is not None:\n            self.order.step = state['step']\n",
 )
 FORGOTTEN = (

@@ -43,7 +43,9 @@ class PatchPlant(Plant):
     def head(self) -> str:
         return repository.get_live_commit(self.target)
 
-    def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
+    def judged(
+        self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None, target: str = "kernel:ops"
+    ) -> dict[str, Any]:
         """As the code loop leaves it, without the minutes of the gate."""
         agents = AgentsPolicy.load(find_checkout_root() / "policies" / "agents.yaml")
         branch, worktrees = f"factory/search/{number}-x", self.workspace.worktrees
@@ -62,7 +64,7 @@ class PatchPlant(Plant):
             assert verdict is not None
             tx.execute(
                 proposals.insert().values(
-                    number=number, agent="search", target="kernel:ops", title="Fuse", hypothesis="h", predicted_gain=1.1,
+                    number=number, agent="search", target=target, title="Fuse", hypothesis="h", predicted_gain=1.1,
                     base_commit=applied.base, branch=branch, commit=applied.commit, patch_sha256=applied.patch_sha256,
                     state="judged", verdict=verdict[0], created_at=time.time(),
                 )

@@ -54,7 +54,7 @@ MEASURE_SECONDS = 10  # one or two of the eight implementations that a proposer 
 GATE = """
 oracle: {cases: [small]}
 isolated: {pairs: 3}
-training: {sequences: 0, steps: 200, pairs: 2, max_noise: 4.0, tries: 1, long: 2}
+training: {sequences: 0, steps: 200, pairs: 2, budget_seconds: 1, long: 2}
 evals: {documents: 2, document_bytes: 256}
 """
 

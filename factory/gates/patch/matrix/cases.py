@@ -43,6 +43,7 @@ ROUNDING = 2e-4  # for fp32; the results of the factory's other kernels differ b
 Begin = Literal[
     "nothing", "trunk", "annealed", "half", "damaged", "far", "late", "outliers", "quiet", "poisoned", "broken"
 ]
+SizedBegin = Literal["sized", "sized outliers"]  # of the runs in ``sized_cases``
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class MatrixCase:
     """
 
     name: str
-    begin: Begin = "nothing"
+    begin: Begin | SizedBegin = "nothing"
     kind: Literal["trunk", "anneal"] = "trunk"
     steps: int = 6
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class MatrixCase:
     slow_threads: bool = False  # every thread starts late, so that writing a checkpoint takes longer than a step
     waits: bool = False  # the trainer starts with --wait, as in timed runs, and starts once more after its end
     first_step: int | None = None  # a first step that differs from the checkpoint's
+    drawn_domains: bool = False  # four domains, whose names are drawn for each verdict, in place of ``DOMAINS``
 
     def make_recipe(self) -> dict[str, Any]:
         """Return the complete recipe."""
@@ -428,7 +430,8 @@ class MatrixTool:
     """A program of ``trainer/tools`` that runs on files of the baseline.
 
     In ``arguments``, OUT stands for the tool's folder, TRUNK and ANNEALED for folders of runs, FIRST and LAST for checkpoints of the trunk, OTHER for
-    a checkpoint of another model, RECIPE for a recipe file, SHARDS for the folder of token shards, and SHARD for one shard.
+    a checkpoint of another model, SIZEDFIRST and SIZEDLAST for checkpoints at the recipe's size, RECIPE for a recipe file,
+    SHARDS for the folder of token shards, and SHARD for one shard.
     """
 
     module: str

@@ -21,24 +21,28 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.matrix.cases import (
     BASE,
     CASES,
     FAR_STEPS,
     LONG_STEPS,
+    VOCABULARY,
     MatrixCase,
     MatrixTool,
     make_case_recipe,
     make_tool_name,
 )
+from factory.gates.patch.matrix.sized_cases import SIZED, SIZED_OUTLIERS, SizedRuns
 from factory.gates.patch.matrix.start_checkpoints import (
     ANNEAL_CASE,
+    DRAWN,
     OTHER,
     TRUNK,
     copy_interrupted_run,
     make_data_plans,
     make_derived_checkpoints,
+    make_outliers_checkpoint,
 )
 from factory.runs.arm import Arm
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
@@ -89,8 +93,8 @@ class MatrixSide:
     """The baseline or the candidate: its worktree, the paths of its kernels.yaml files ('reference' and 'chosen'), and the folder for its runs.
 
     wall_seconds: the time limit of each sandboxed process. after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels
-    that approved code built; each process gets a copy. instructions: files of the worktree whose instructions are recorded. disturbed: the seed of
-    the perturbation that puts every op's results some roundings off; 0: no perturbation.
+    that approved code built; each process gets a copy. watched: path in the worktree → lines whose execution is recorded. disturbed: the seed of the
+    perturbation that puts every op's results some roundings off; 0: no perturbation.
     """
 
     code: Path
@@ -99,7 +103,7 @@ class MatrixSide:
     wall_seconds: float
     after: ExitStack
     compiled: Path | None = None
-    instructions: Sequence[str] = ()
+    watched: Mapping[str, Sequence[int]] = field(default_factory=dict)
     disturbed: int = 0
 
 
@@ -109,7 +113,7 @@ class MatrixPlan:
 
     data: number of generations → data plan. names: case → the drawn name of its folder. seed: is added to each recipe's seed. starts: value of
     ``begin`` → checkpoint, or interrupted folder. steps: case → last step minus first step. made: the folders of the runs ``TRUNK``, ``OTHER``
-    and ``ANNEAL_CASE``.
+    and ``ANNEAL_CASE``, and of the trunk at the recipe's size.
     """
 
     data: Mapping[int, dict[str, Any]]
@@ -121,22 +125,27 @@ class MatrixPlan:
     recipe_name: str  # the live recipe's, in all cases
     folder: Path
     made: tuple[Path, ...] = ()
+    sized: SizedRuns | None = None  # the runs at the recipe's size
 
     def make_arm(self, case: MatrixCase) -> Arm:
         """Return the arm of a case: ``BASE`` with the case's changes."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_checkpoint_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
+        data = self.data[DRAWN if case.drawn_domains else case.generations]
         base = {
-            "kind": case.kind, "recipe": make_case_recipe({"name": self.recipe_name}), "data_plan": self.data[case.generations],
+            "kind": case.kind, "recipe": make_case_recipe({"name": self.recipe_name}), "data_plan": data,
             "first_step": first, "last_step": first + self.steps[case.name], "initial_checkpoint": begin and str(begin),
             "code_commit": self.commit, "restart_data": case.restart_data, "rewarm": case.rewarm,
         }  # fmt: skip
         mixture = case.make_recipe()["mixture"]
         weights = (case.kind == "anneal" and mixture.get("anneal_weights")) or mixture["weights"]
+        changes = dict(case.changes)
+        if case.drawn_domains:
+            weights = changes["mixture.weights"] = self.data[DRAWN]["weights"]
         plan = {"weights": weights} | ({"phases": mixture["phases"]} if mixture.get("phases") else {})
         seed = case.make_recipe()["seed"] + self.seed
-        return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
+        return Arm(case.name, base, self.commit, recipe={**changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
     def make_combined_arm(self, cases: Sequence[MatrixCase], commit: str, side_name: str) -> Arm:
         """Return one arm that stands for all runs of one side, with the sum of their steps. The ledger gets one row for it."""
@@ -147,11 +156,15 @@ class MatrixPlan:
 
     def make_tool_arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """Return the tool's arguments, with paths instead of the words in capitals (``MatrixTool``)."""
-        trunk, other, annealed = self.made
+        trunk, other, annealed, *sized = self.made
         (_, first), *_, (_, last) = checkpoints.list_checkpoints(trunk / "checkpoints")
         (_, foreign), *_ = checkpoints.list_checkpoints(other / "checkpoints")
         paths = {"OUT": out, "TRUNK": trunk, "OTHER": foreign, "FIRST": first, "LAST": last, "ANNEALED": annealed}
         shard = Path(self.data[1]["token_shards"][0]["path"])
+        if sized:
+            (_, paths["SIZEDFIRST"]), *_, (_, paths["SIZEDLAST"]) = checkpoints.list_checkpoints(
+                sized[0] / "checkpoints"
+            )
         paths |= {"RECIPE": self.folder / "recipe.yaml", "SHARDS": self.folder / "data", "SHARD": shard}
         return [
             str(paths[first] / rest) if first in paths else word
@@ -166,34 +179,41 @@ class MatrixPlan:
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
-def make_matrix_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
-    """Make the data, checkpoints and names for one verdict with the approved code of ``side``.
+def make_matrix_plan(
+    side: MatrixSide, folder: Path, recipe_name: str, sized: SizedRuns | None = None
+) -> tuple[MatrixPlan, MatrixRuns]:
+    """Make the data, checkpoints and names for one verdict with the approved code of ``side``. ``sized``: the runs at the recipe's size.
 
     Returns the plan and the last runs. If ``failed`` of these runs is set, the plan is incomplete.
     """
     interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
     far = interrupted.pop("far")
-    steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEAL_CASE)}
+    of_size = (sized.trunk, *sized.cases) if sized else ()
+    steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEAL_CASE, *of_size)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
     drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # folder names look like those of live segments
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
     seed = secrets.randbelow(1 << 20)
-    plan = MatrixPlan(
-        make_data_plans(folder / "data"), {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder
-    )
-    cases = [TRUNK, OTHER, *interrupted.values()]
+    vocabulary = sized.trunk.changes["model"]["vocab_size"] if sized else VOCABULARY
+    data = make_data_plans(folder / "data", vocabulary)
+    plan = MatrixPlan(data, {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder, sized=sized)
+    cases = [TRUNK, OTHER, *interrupted.values(), *of_size[:1]]
     first = run_cases(plan, replace(side, folder=folder / "trunk"), cases, fresh=True)
     if first.failed:
         return plan, first
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.format_checkpoint_name(steps[TRUNK.name])
-    starts = {"trunk": trunk, **make_derived_checkpoints(trunk, folder / "derived")}
+    starts: dict[str, Path] = {"trunk": trunk, **make_derived_checkpoints(trunk, folder / "derived")}
     second = run_cases(replace(plan, starts=starts), replace(side, folder=folder / "annealed"), [ANNEAL_CASE])
     if second.failed:
         return plan, second
     last = steps[TRUNK.name] + steps[ANNEAL_CASE.name]
     starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.format_checkpoint_name(last)
-    made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]
+    made = [first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]]
+    if sized:
+        made.append(first.folders[sized.trunk.name])
+        (_, starts[SIZED]) = checkpoints.list_checkpoints(made[-1] / "checkpoints")[-1]
+        starts[SIZED_OUTLIERS] = make_outliers_checkpoint(starts[SIZED], folder / "derived" / "sized")
     recipe = make_case_recipe({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     starts |= {begin: folder / "interrupted" / begin for begin in INTERRUPTED}
@@ -201,7 +221,7 @@ def make_matrix_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[
         copy_interrupted_run(first.folders[case.name], starts[begin], damaged=begin == "damaged")
     reached = FAR_STEPS[0] + secrets.randbelow(FAR_STEPS[1] - FAR_STEPS[0])
     copy_interrupted_run(first.folders[interrupted["half"].name], starts["far"], step=reached)
-    return replace(plan, starts=starts, steps=steps | {far.name: reached + far.steps}, made=made), second
+    return replace(plan, starts=starts, steps=steps | {far.name: reached + far.steps}, made=tuple(made)), second
 
 
 def run_cases(
@@ -215,7 +235,7 @@ def run_cases(
 
     Cases of one rank run in ``CONCURRENT_LANES`` concurrent processes. Cases of several ranks run afterwards.
     """
-    single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
+    single = [case for case in cases if case.ranks == 1]
     single.sort(key=lambda case: -case.steps)  # so one lane has the longest run while the other has many short runs
     lanes = [single[number::CONCURRENT_LANES] for number in range(CONCURRENT_LANES)]
     found, began = MatrixRuns(), time.monotonic()
@@ -227,8 +247,10 @@ def run_cases(
         ]
         for job in jobs:
             found.add_runs(job.result())
-    if several and not found.failed:
-        found.add_runs(_run_lane(plan, side, fresh, several, (), "ranks"))
+    for ranks in sorted({case.ranks for case in cases} - {1}):
+        if not found.failed:
+            several = [case for case in cases if case.ranks == ranks]
+            found.add_runs(_run_lane(plan, side, fresh, several, (), "ranks" if ranks == 2 else f"{ranks} ranks"))
     found.seconds = time.monotonic() - began
     return found
 
@@ -261,7 +283,7 @@ def _run_lane(
     wanted = {case.name: case.exit_code for case in cases} | {make_tool_name(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
-    asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
+    asked = {"folders": segments, "tools": uses, "watched": dict(side.watched), "ranks": ranks}
     asked["disturbed"] = side.disturbed
     request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
@@ -269,7 +291,7 @@ def _run_lane(
         result = sandbox.run_in_sandbox(
             [sys.executable, str(DRIVER), str(RECORDER_FILE), str(request), str(notes)],
             output=folder,
-            readonly=[side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
+            readonly=[side.code, DRIVER, RECORDER_FILE, WATCH_FILE, plan.folder, *side.kernels.values()],
             cwd=side.code,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             limits=SandboxLimits(wall_seconds=side.wall_seconds),

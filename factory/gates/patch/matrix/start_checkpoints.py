@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,38 @@ OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed":
 ANNEAL_CASE = MatrixCase("annealed", "trunk", "anneal")
 
 
-def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return number of generations → data plan. The token shards have random documents, so that no code can know them in advance."""
+DRAWN = 0  # the key of the data plan whose domains have drawn names
+
+
+def make_data_plans(folder: Path, vocabulary: int = VOCABULARY) -> dict[int, dict[str, Any]]:
+    """Return number of generations → data plan. The token shards have random documents, so that no code can know them in advance.
+
+    The plan ``DRAWN`` has one generation of four domains with random names. ``vocabulary``: of this plan's shard.
+    """
     draw = np.random.default_rng(secrets.randbits(64))
-    shards = []
-    for generation in range(2):
+
+    def make_shard(folder: Path, domains: Sequence[str], vocabulary: int, generation: int) -> dict[str, Any]:
         documents = []
         for number in range(90):
             length = int(draw.integers(3, 40))
-            domain = DOMAINS[number % len(DOMAINS)]
+            domain = domains[number % len(domains)]
             tokens = (draw.integers(1, VOCABULARY) + 7 * np.arange(length) + draw.integers(0, 3, length)) % VOCABULARY
             mask = np.ones(length, bool)
-            if domain == "chat":
+            if domain == domains[0]:
                 mask[: length // 2] = False
             key = f"{draw.integers(1 << 62):016x}:{number}"
             documents.append(TokenizedDocument(key, key, domain, "s", "", tokens.astype(np.uint32), mask))
-        shard = write_token_shard(folder, documents, vocab_size=VOCABULARY, tokenizer_sha256=secrets.token_hex(32))
-        shards.append({"id": shard.id, "path": str(shard.path), "generation": generation})
+        shard = write_token_shard(folder, documents, vocab_size=vocabulary, tokenizer_sha256=secrets.token_hex(32))
+        return {"id": shard.id, "path": str(shard.path), "generation": generation}
+
+    shards = [make_shard(folder, DOMAINS, VOCABULARY, generation) for generation in range(2)]
+    names = sorted(f"{secrets.choice('abcdefghijklmnopqrstuvwxyz')}{secrets.token_hex(3)}" for _ in range(4))
     seed = int(draw.integers(1 << 31))
     weights = make_case_recipe({})["mixture"]["weights"]
     common = {"weights": weights, "max_epochs": 1000, "seed": seed}
-    return {count: {"token_shards": shards[:count], **common} for count in (1, 2)}
+    drawn = {"token_shards": [make_shard(folder / "drawn", names, vocabulary, 0)], "max_epochs": 1000, "seed": seed}
+    drawn["weights"] = dict(zip(names, (0.1, 0.2, 0.3, 0.4)))
+    return {count: {"token_shards": shards[:count], **common} for count in (1, 2)} | {DRAWN: drawn}
 
 
 def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
@@ -76,6 +88,16 @@ def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
     shutil.copytree(trunk, found["broken"])
     damage_checkpoint(found["broken"])
     return found
+
+
+def make_outliers_checkpoint(trunk: Path, folder: Path) -> Path:
+    """Return a copy of ``trunk`` in which every gradient norm is an outlier."""
+    whole = checkpoints.load_checkpoint(trunk)
+    state = json.loads(json.dumps(whole.state))
+    state["detector"]["grad_norm"] = [TINY_NORM] * state["recipe"]["stability"]["window"]
+    if "limit" in state["detector"]:
+        state["detector"]["limit"] = 2 * TINY_NORM
+    return checkpoints.save_checkpoint(folder, replace(whole, state=state))
 
 
 def damage_checkpoint(checkpoint: Path) -> None:

@@ -1,9 +1,9 @@
-"""Trains segment folders and records the executed code of ``trainer/`` and ``kernels/``. Runs inside the sandbox, from a worktree.
+"""Trains segment folders and records which of the watched lines are executed. Runs inside the sandbox, from a worktree.
 
 ``python train_cases.py RECORDER REQUEST OUT``
 
 RECORDER: the path of ``factory.gates.patch.execution_recorder``. REQUEST: a JSON file with ``{"folders": [{"folder", "stop_after", "waits",
-"slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``. Each rank writes
+"slow_threads"}], "tools": [{"folder", "module", "arguments"}], "watched": {path: [lines]}, "ranks", "disturbed"}``. Each rank writes
 ``OUT/rank-N.json`` with ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``. Each tool's folder gets its ``printed.txt``.
 
 torch.compile traces, but the backend is eager: compilation would take minutes for all sizes of the matrix.
@@ -16,10 +16,10 @@ import functools
 import json
 import os
 import runpy
-import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -165,44 +165,63 @@ def perturb_op_results(seed: int) -> None:
     registry.bind_ops = bind_disturbed
 
 
-def run_program_once_per_rank(rank_count: int) -> int:
-    """Run this program once for each rank. Returns the first exit code that is not 0, or 0.
+def run_ranks(rank_count: int, run: Callable[[], int]) -> int:
+    """Call ``run`` in one fork of this process for each rank. Returns the first exit code that is not 0, or 0.
 
-    This process has the store through which ranks find one another, as torchrun does. Each segment forms a new process group in the store.
+    This process imports torch for all of them, which takes longer than the runs. It has the store through which ranks find one another, as torchrun
+    does. Each segment forms a new process group in the store.
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    shared = {
-        "WORLD_SIZE": str(rank_count),
-        "LOCAL_WORLD_SIZE": str(rank_count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(rank_count)
-    ]
-    return next((code for code in [rank.wait() for rank in ranks] if code), 0)
+    ranks = [_fork_rank(rank, rank_count, run) for rank in range(rank_count)]
+    store = TCPStore("127.0.0.1", 0, is_master=True)  # after the forks: it starts a thread
+    for _, port in ranks:
+        os.write(port, str(store.port).encode())
+        os.close(port)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process, _ in ranks]
+    return next((code for code in ends if code), 0)
 
 
-if __name__ == "__main__":
-    request = json.loads(Path(sys.argv[2]).read_text())
-    if request["ranks"] > 1 and "RANK" not in os.environ:
-        sys.exit(run_program_once_per_rank(request["ranks"]))
-    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["instructions"])
-    if request["instructions"]:
+def _fork_rank(rank: int, rank_count: int, run: Callable[[], int]) -> tuple[int, int]:
+    """Fork one rank. Returns its process id, and the descriptor to which the store's port is written."""
+    port, told = os.pipe()
+    if process := os.fork():
+        os.close(port)
+        return process, told
+    code = 1
+    try:
+        os.close(told)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(rank_count),
+            "LOCAL_WORLD_SIZE": str(rank_count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": os.read(port, 16).decode(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_request(request: dict[str, Any], recorder: Any, out: Path) -> int:
+    """Train the folders and run the tools of a request in this process, and write the record and the exit codes to ``out``. Returns 0."""
+    if request["watched"]:
+        recorder.watch_imports()
         recorder.watch_compiler()
     import torch
 
     torch.compile = functools.partial(torch.compile, backend="eager")
     if request["disturbed"]:
         perturb_op_results(request["disturbed"])
-    recorder.start()
+    if request["watched"]:
+        recorder.start()
     codes = []
     for work, entries in ((train_segment_folder, request["folders"]), (run_tool, request["tools"])):
         for entry in entries:
@@ -213,4 +232,18 @@ if __name__ == "__main__":
                 codes.append(-1)
     recorder.stop()
     left = {"executed": recorder.to_json(), "codes": codes}
-    (Path(sys.argv[3]) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(left))
+    (out / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(left))
+    return 0
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[2]).read_text())
+    watcher = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), asked["watched"])
+    job = functools.partial(run_request, asked, watcher, Path(sys.argv[3]))
+    if asked["ranks"] > 1:
+        import torch.distributed
+
+        if asked["watched"]:
+            import torch._dynamo.symbolic_convert  # noqa: F401 - for all ranks
+        sys.exit(run_ranks(asked["ranks"], job))
+    sys.exit(job())

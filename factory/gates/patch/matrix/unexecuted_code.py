@@ -1,10 +1,14 @@
-"""Finds the parts of a patch that no run executed, instruction by instruction, so that branches within one line count too.
+"""Finds the parts of a patch that no run executed, instruction by instruction, and its conditions that had one result in all runs.
 
 The judge compiles the changed file but never runs it. It looks up each instruction of the changed lines in the record of the runs (``ExecutedCode``).
 Some code needs no execution: a ``raise`` and the message of an ``assert`` that only put words together, imports for type checkers, and the copies of
 a ``finally`` body that the compiler makes.
 
     x = a if fast else b        # 'b' is reported if ``fast`` was true in every run
+    x *= width >= 100           # the comparison is reported unless it was true in a run, and false in another
+
+Lines that the patch removes are judged in the same way, by the runs of the baseline: what no run of the old code executed can be removed unseen. A
+removed ``assert`` or ``raise`` is reported, unless the new code refuses the same condition.
 """
 
 from __future__ import annotations
@@ -13,11 +17,17 @@ import ast
 import builtins
 import dis
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects, make_code_object_name
+from factory.gates.patch.native_rules import NATIVE_SUFFIXES
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.watch_conditions import Condition, compile_watched
+from factory.gates.stage_interface import PatchCase
+from kernels.contract.message import Message
 
 # Instructions that the compiler adds and that stand for no part of the source.
 SILENT = {
@@ -31,33 +41,113 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class UnexecutedPart:
-    """A part of one changed line that no run executed. ``line`` counts from 1."""
+    """A part of one changed line that no run executed, or a condition without one of its results. ``line`` counts from 1.
+
+    result: the result that the condition never had; '': the part was not executed; 'unwatched': the condition cannot be watched. removed: ``line`` is
+    a line of the old file, which the patch removes or changes.
+    """
 
     path: str
     line: int
     source: str
+    result: str = ""
+    removed: bool = False
 
     @property
     def required_device(self) -> str:
-        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``."""
-        return "cuda" if self.path.endswith("triton.py") else ""
+        """The only device that can execute the part; '': any device. Triton kernels are in files named ``triton.py``, CUDA C++ in .cu and .cuh."""
+        return "cuda" if self.path.endswith(("triton.py", ".cu", ".cuh")) else ""
+
+    @property
+    def message(self) -> Message:
+        about = {"path": self.path, "line": self.line, "source": self.source}
+        found = Message("patch.part", "{path}:{line}: {source}", **about)
+        if self.result == "unwatched":
+            found = Message(
+                "patch.condition_unwatched",
+                "{path}:{line}: the results of {source!r} cannot be recorded. Write single comparisons, in place of a match statement or a chain "
+                "around a call.",
+                **about,
+            )
+        elif self.result in ("true", "false"):
+            found = Message(
+                "patch.condition_one_sided",
+                "{path}:{line}: {source!r} was never {result}",
+                **about, result=self.result,
+            )  # fmt: skip
+        elif self.result:
+            found = Message(
+                "patch.choice_one_sided",
+                "{path}:{line}: {source!r} never returned its argument {number} alone",
+                **about, number=int(self.result) + 1,
+            )  # fmt: skip
+        if self.removed:
+            return Message("patch.removed_part", "in the old file, which the patch changes: {part}", part=found)
+        return found
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.source}"
+        return self.message
 
 
 def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
-    """Return the changed parts of a Python file that were not executed, at most one per line, in order of lines. Raises: SyntaxError."""
-    new = find_changed_lines(base, text)
+    """Return the changed parts of a Python file that were not executed, at most one per line, in order of lines, and the conditions without one of
+    their results. Raises: SyntaxError."""
+    tree = ast.parse(text)
+    return _find_parts(path, text, tree, find_changed_lines(base, text), set(find_exempt_spans(tree)), executed)
+
+
+def find_unexecuted_removals(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
+    """Return the parts of the old file ``base`` that are removed or changed in ``text``, and that the runs of the old code did not execute.
+
+    ``text`` is '' for a removed file. Raises: SyntaxError.
+    """
+    tree, lines = ast.parse(base), find_changed_lines(text, base)
+    kept = Counter(key for key, _ in _find_refusals(ast.parse(text)))
+    exempt, gone = set(find_exempt_spans(tree)), []
+    for key, node in _find_refusals(tree):
+        kept[key] -= 1
+        if kept[key] < 0:
+            inside = _span(node)
+            exempt = {span for span in exempt if not (inside[0] <= span[0] and span[1] <= inside[1])}
+            if isinstance(node, ast.Assert) and node.lineno in lines:
+                gone.append(UnexecutedPart(path, node.lineno, base.splitlines()[node.lineno - 1].strip()[:120]))
+    found = [*gone, *_find_parts(path, base, tree, lines, exempt, executed)]
+    return [replace(part, removed=True) for part in found]
+
+
+def _find_refusals(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield each ``assert`` and ``raise`` with the condition that it refuses, as text."""
+    guarded: set[ast.stmt] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If):
+            for branch, body in (("if", node.body), ("else", node.orelse)):
+                for part in body:
+                    if isinstance(part, ast.Raise):
+                        guarded.add(part)
+                        yield f"{branch} {ast.dump(node.test)}", part
+        elif isinstance(node, ast.Assert):
+            yield f"assert {ast.dump(node.test)}", node
+        elif isinstance(node, ast.Raise) and node not in guarded:
+            named = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            yield f"raise {ast.dump(named) if named else ''}", node
+
+
+def _find_parts(
+    path: str, text: str, tree: ast.Module, new: set[int], exempt: Collection[Span], executed: ExecutedCode
+) -> list[UnexecutedPart]:
     lines = text.splitlines()
     found: dict[int, UnexecutedPart] = {}
-    tree = ast.parse(text)
-    exempt = list(find_exempt_spans(tree))
     tests = {_span(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
     traced = {((a, b), (c, d)) for a, b, c, d in executed.traced.get(path, ())}
+    code_of_file, conditions = compile_watched(text, path, new, path)
+    new = set(new)
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
-    for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
+    ran = executed.lines.get(path, set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Break | ast.Continue) and node.lineno in new - ran:
+            found[node.lineno] = UnexecutedPart(path, node.lineno, lines[node.lineno - 1].strip()[:120])
+    for code in iterate_code_objects(code_of_file):
         own = make_code_object_name(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
@@ -82,7 +172,67 @@ def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCod
             line = lines[begin[0] - 1]
             inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
             found[where.lineno] = UnexecutedPart(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
-    return [found[line] for line in sorted(found)]
+    results = executed.conditions.get(path, set())
+    one_sided = [
+        UnexecutedPart(path, condition.line, condition.source, result)
+        for number, condition in enumerate(conditions)
+        if not any(condition.line <= line <= condition.last_line for line in found)  # reported as not executed
+        if not any(condition.branches[0] <= line <= condition.branches[1] for line in found)
+        and new & set(range(condition.line, condition.last_line + 1))
+        for result in _find_missing_results(condition, {result for at, result in results if at == number}, exempt)
+    ]
+    return sorted([*found.values(), *one_sided], key=lambda part: part.line)
+
+
+def _find_missing_results(condition: Condition, recorded: set[str], exempt: Collection[Span]) -> list[str]:
+    """Return the results that a condition never had, or ['unwatched']."""
+    if condition.refuses is not None:
+        a, b, c, d = condition.refuses
+        if any(first <= (a, b) and (c, d) <= last for first, last in exempt):
+            return []  # it only decides whether the run ends
+    if not condition.results:
+        return ["unwatched"]
+    if recorded == {"data"} or (condition.maybe and not recorded):
+        return []
+    return [result for result in condition.results if result not in recorded]
+
+
+def find_watched_lines(case: PatchCase[PatchPolicy], old: bool = False) -> dict[str, list[int]]:
+    """Return path → numbers of the changed lines of the patch's Python files. ``old``: of the lines of the old files that the patch removes or
+    changes."""
+    found = {}
+    for path, base, text in iterate_python_changes(case):
+        lines = find_changed_lines(text, base) if old else find_changed_lines(base, text)
+        if lines:
+            found[path] = sorted(lines)
+    return found
+
+
+def iterate_python_changes(case: PatchCase[PatchPolicy]) -> Iterator[tuple[str, str, str]]:
+    """Yield path, old text and new text of each changed Python file. A text is '' if there is no file."""
+    for change in case.changes:
+        if change.path.endswith(".py"):
+            texts = case.read_base_file(change.path), change.content
+            base, text = ((content or b"").decode("utf-8", "replace") for content in texts)
+            yield change.path, base, text
+
+
+def find_unexecuted_native_files(
+    paths: Iterable[str], checked_ops: Collection[str], executed: ExecutedCode
+) -> list[UnexecutedPart]:
+    """Return the changed C++ files that no run executed, each as a whole, because nothing records the lines of C++.
+
+    A file of ``kernels/<op>/`` counts as executed if the op checks called the op, and a run loaded a library of its folder. A header that all ops
+    share (``kernels/native/``) counts as executed if a run loaded any library.
+    """
+    found = []
+    for path in paths:
+        if path.endswith(NATIVE_SUFFIXES):
+            folder = path.split("/")[1]
+            own = {name for name in executed.native if name == folder or name.startswith(f"{folder}.")}
+            if not (executed.native if folder == "native" else own and folder in checked_ops):
+                found.append(UnexecutedPart(path, 1, "the whole file"))
+    return found
 
 
 def find_changed_lines(base: str, text: str) -> set[int]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.gates.patch.judge import StepGain, find_smaller_measured_gain, judge_patch
+from factory.gates.patch.judge import StepGain, find_measured_gain, judge_patch
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, matrix, oracle, scope, static, training
 from factory.gates.stage_interface import Stage
@@ -24,4 +24,4 @@ def make_patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
 
 
 def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> StepGain | None:
-    return find_smaller_measured_gain(policy.training, stages.get("training", {}), tries)
+    return find_measured_gain(policy.training, stages.get("training", {}), tries)

@@ -40,7 +40,7 @@ UNLIKE = 1.02  # the A/A ratio above which the clock is not trusted
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
-    if any(path.endswith(".py") for path in case.changed_paths):
+    if case.changes_code:
         return StageResult(
             make_not_needed_evidence(
                 Message(

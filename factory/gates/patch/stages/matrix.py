@@ -19,7 +19,16 @@ from factory.gates.patch.execution_recorder import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_matrix_plan, run_cases
-from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart, find_unexecuted_parts
+from factory.gates.patch.matrix.sized_cases import SizedRuns, make_sized_runs
+from factory.gates.patch.matrix.unexecuted_code import (
+    UnexecutedPart,
+    find_unexecuted_native_files,
+    find_unexecuted_parts,
+    find_unexecuted_removals,
+    find_watched_lines,
+    iterate_python_changes,
+)
+from factory.gates.patch.op_answers import OpAnswers, record_old_code
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.stage_interface import (
     PatchCase,
@@ -47,18 +56,22 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    if not any(path.endswith(".py") for path in case.changed_paths):
-        return StageResult(make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python file.")))
-    rounds, runs, same, executed = may_round_differently(case), 0, 0, ExecutedCode()
+    if not case.changes_code:
+        return StageResult(
+            make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python and no C++ file."))
+        )
+    rounds, runs, same, executed, old = may_round_differently(case), 0, 0, ExecutedCode(), ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
-    cases: Sequence[MatrixCase] = CASES
-    tools: Sequence[MatrixTool] = TOOLS
+    sized = make_sized_runs(_find_recipe(case))
+    every: Sequence[MatrixCase] = (*CASES, *(sized.cases if sized else ()))
+    cases, tools = every, (*TOOLS, *(sized.tools if sized else ()))
     for draw in range(1, DRAWS + 1):
-        found = _draw(case, case.work / "matrix" / str(draw), cases, tools)
+        found = _draw(case, case.work / "matrix" / str(draw), cases, tools, sized)
         if isinstance(found, StageResult):
             return found
         plan, approved, baseline, candidate = found
         executed.merge_executed_code(candidate.executed)
+        old.merge_executed_code(baseline.executed)
         seconds = {name: seconds[name] + side.seconds for name, side in zip(seconds, (baseline, candidate))}
         compared = compare_runs(plan, baseline, candidate, cases, tools)
         differences, undecided = [one.worst for one in compared if one.worst is not None], []
@@ -92,14 +105,14 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             return StageResult(
                 make_failed_evidence(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured)
             )
-        cases, tools = [one for one in CASES if one.name in undecided], ()
+        cases, tools = [one for one in every if one.name in undecided], ()
         if not cases:
             break
     if same < runs and not rounds:
         return StageResult(make_failed_evidence(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):
         executed.merge_executed_code(answers.executed)
-    if left_out := find_unexecuted_changes(case, executed):
+    if left_out := find_unexecuted_changes(case, executed, old):
         return StageResult(make_missing_evidence(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
         make_passed_evidence(
@@ -110,12 +123,17 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 runs=runs, same=same,
             ),
             **measured,
-        )
+        ),
+        handed_on=same == runs,
     )  # fmt: skip
 
 
 def _draw(
-    case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
+    case: PatchCase[PatchPolicy],
+    work: Path,
+    cases: Sequence[MatrixCase],
+    tools: Sequence[MatrixTool],
+    sized: SizedRuns | None = None,
 ) -> tuple[MatrixPlan, MatrixSide, MatrixRuns, MatrixRuns] | StageResult:
     """Draw new data and train both sides on it. Returns the plan, the approved code, the runs of baseline and candidate; or the stage's result if
     one of these failed."""
@@ -128,22 +146,23 @@ def _draw(
     kernels = write_kernels_files(case, case.baseline, work / "a")
     approved = MatrixSide(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
-        recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
-        plan, begun = make_matrix_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
+        name = _find_recipe(case)["name"]
+        plan, begun = make_matrix_plan(replace(approved, folder=work / "0"), work / "plan", name, sized)
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
-        baseline = _side(case, plan, replace(approved, folder=work / "1"), cases, tools, "baseline")
+        old = replace(approved, folder=work / "1", watched=find_watched_lines(case, old=True))
+        baseline = _side(case, plan, old, cases, tools, "baseline")
         if baseline.failed:
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
         limits = policy.patience.compute_attempt_limits(baseline.seconds)
         kernels = write_kernels_files(case, case.candidate, work / "b")
-        files = [path for path in case.changed_paths if path.endswith(".py")]
+        watched = find_watched_lines(case)
 
         def attempt(number: int, limit: float) -> MatrixRuns:
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
-            return _side(case, plan, replace(side, wall_seconds=limit, instructions=files), cases, tools, "candidate")
+            return _side(case, plan, replace(side, wall_seconds=limit, watched=watched), cases, tools, "candidate")
 
         candidate = run_attempts_with_limits(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
@@ -164,6 +183,11 @@ def _draw(
     return plan, approved, baseline, candidate
 
 
+def _find_recipe(case: PatchCase[PatchPolicy]) -> Mapping[str, Any]:
+    """Return the recipe of the trunk; before the first checkpoint, the workspace's."""
+    return case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
+
+
 def _side(
     case: PatchCase[PatchPolicy],
     plan: MatrixPlan,
@@ -173,7 +197,7 @@ def _side(
     who: str,
 ) -> MatrixRuns:
     """Run the cases and tools of one side, with a row in the ledger."""
-    code = case.applied.commit if side.instructions else case.applied.base
+    code = case.applied.commit if who == "candidate" else case.applied.base
     runs = ArmRunner(case.plant, side.folder, "patch gate", case.subject)
     arm = plan.make_combined_arm(cases, code, who)
     with runs.record_arm_states({side.folder: arm}) as ends:
@@ -201,14 +225,37 @@ def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
     return re.search(r"\brounding\b", message, re.IGNORECASE) is not None
 
 
-def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode) -> list[UnexecutedPart]:
-    """Return the parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
-    found = []
-    for change in case.changes:
-        if change.path.endswith(".py") and change.content is not None:
-            base = (case.read_base_file(change.path) or b"").decode("utf-8", "replace")
-            found += find_unexecuted_parts(change.path, base, change.content.decode("utf-8", "replace"), executed)
-    return found
+def find_unexecuted_changes(
+    case: PatchCase[PatchPolicy], executed: ExecutedCode, old: ExecutedCode
+) -> list[UnexecutedPart]:
+    """Return the parts of the patch that neither the tiny runs nor the op checks executed, and the conditions without one result.
+
+    ``executed``: what the patched code executed. ``old``: what the old code executed; removed lines are looked up there. If a removed line of an
+    op is missing there, the old code answers the op checks, too: an implementation that the patch chooses was perhaps not chosen before.
+    """
+    answers: OpAnswers | None = case.handed_on.get("oracle")
+    checked = {job["op"] for job in answers.jobs} if answers else set()
+    found = find_unexecuted_native_files(case.changed_paths, checked, executed)
+    found += [
+        part
+        for path, base, text in iterate_python_changes(case)
+        for part in find_unexecuted_parts(path, base, text, executed)
+    ]
+    removals = _find_removals(case, old)
+    if answers and any(part.path.startswith("kernels/") for part in removals):
+        lines = find_watched_lines(case, old=True)
+        limit = case.policy.matrix.wall_seconds
+        old.merge_executed_code(record_old_code(answers, lines, case.baseline, case.work / "oracle", limit))
+        removals = _find_removals(case, old)
+    return found + removals
+
+
+def _find_removals(case: PatchCase[PatchPolicy], old: ExecutedCode) -> list[UnexecutedPart]:
+    return [
+        part
+        for path, base, text in iterate_python_changes(case)
+        for part in find_unexecuted_removals(path, base, text, old)
+    ]
 
 
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
@@ -247,24 +294,26 @@ def _unexecuted(left_out: Sequence[UnexecutedPart]) -> dict[str, Any]:
 
 def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
     device = _unexecuted(left_out).get("waits_for")
-    first = (
-        Message(
+    if all(part.result for part in left_out):
+        first = Message(
+            "patch.one_sided",
+            "In all runs of the gate, some conditions in the patch had the same result, so the gate did not judge what the patch does otherwise. "
+            "Leave these conditions out, or make each depend on something that differs among the runs:",
+        )
+    elif device:
+        first = Message(
             "patch.waits_for_device",
             "No run of the gate executed some parts of the patch, so the gate did not judge them. The patch waits until a daemon of this workspace "
             "runs on {device}. That daemon judges the patch again. To have the rest of the patch judged on this machine, leave these parts out:",
             device=device,
         )
-        if device
-        else Message(
+    else:
+        first = Message(
             "patch.not_executed",
             "No run of the gate executed some parts of the patch, so the gate did not judge them. If these parts need another device, propose them "
             "on a machine with that device. Otherwise leave these parts out:",
         )
-    )
-    parts = [
-        Message("patch.part", "{path}:{line}: {source}", path=part.path, line=part.line, source=part.source)
-        for part in left_out[:MOST_REASONS]
-    ]
+    parts = [part.message for part in left_out[:MOST_REASONS]]
     more = len(left_out) - MOST_REASONS
     return [
         first,

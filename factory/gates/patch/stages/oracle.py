@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, find_changed_ops_of_patch
+from factory.gates.patch.matrix.unexecuted_code import find_watched_lines
 from factory.gates.patch.op_answers import OpAnswers, check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import make_exploit_calls
@@ -30,33 +30,29 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
     jobs = make_oracle_jobs(policy, ops, recipe["precision"])
     jobs += make_exploit_calls(case.policy.exploits, ops, recipe, random.SystemRandom())
-    files = [change.path for change in case.changes if change.path.endswith(".py")]
-    answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, files))
+    watched = find_watched_lines(case)
+    answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, watched))
     found = make_oracle_evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.changed_paths):
         found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
     return StageResult(found, answers)
 
 
-def make_oracle_evidence(answers: OpAnswers) -> StageEvidence:
-    """Return the evidence of the answers to ``make_oracle_jobs``. An early end of the process counts only if no other jobs follow these."""
-    numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
-    last = len(numbers) == len(answers.jobs)
+def make_oracle_evidence(answers: OpAnswers, job_numbers: Sequence[int] | None = None) -> StageEvidence:
+    """Return the evidence of the answers to ``make_oracle_jobs``. An early end of the process counts only if no other jobs follow these.
+
+    ``job_numbers``: the jobs that the process answered, if it did not answer all.
+    """
+    numbers = (
+        [number for number, job in enumerate(answers.jobs) if "case" in job] if job_numbers is None else job_numbers
+    )
+    last = job_numbers is not None or len(numbers) == len(answers.jobs)
     right = Message(
         "patch.ops_right",
         "{checks} checks of results and gradients against fp64 passed.",
         checks=len(numbers),
     )
     return answers.make_evidence(numbers, right, last=last)
-
-
-def run_quick_check(
-    policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str, baseline: Path, candidate: Path, work: Path
-) -> StageEvidence:
-    """Run only the checks of the oracle stage, and return their evidence. Raises: IsolationError."""
-    jobs = make_oracle_jobs(policy, ops, precision)
-    with run_op_jobs(jobs, policy, baseline, candidate, work) as answers:
-        return make_oracle_evidence(answers)
 
 
 def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:

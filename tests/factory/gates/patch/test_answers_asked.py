@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from factory.core import devices
 from factory.gates.patch import op_answers
-from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.op_answers import DRIVER, OpAnswers, check_tests_unchanged, compare_answer, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.time_limits import TimeLimits
@@ -31,7 +31,7 @@ from tests.support.messages import codes
 POLICY = OraclePolicy(
     wall_seconds=70.0, patience=TimeLimits(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
 )
-NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "launched": {}}
+NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "launched": {}, "conditions": {}}
 Acts = Callable[[Path], object]
 
 
@@ -76,7 +76,7 @@ JOB = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32
 def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[..., Processes], tmp_path: Path) -> None:
     told = processes((nothing, ended()), (notes, ended()))
     base, patch, work = tmp_path / "base", tmp_path / "patch", tmp_path / "deep" / "work"
-    with run_op_jobs([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
+    with run_op_jobs([JOB], POLICY, base, patch, work, {"kernels/a.py": [3]}) as answers:
         os.fstat(answers.folder)
     with pytest.raises(OSError):
         os.fstat(answers.folder)
@@ -85,23 +85,23 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
     assert json.loads(request.read_text()) == asked
     assert json.loads(question.read_text()) == asked | {
         "recorder": str(RECORDER_FILE),
-        "instructions": ["kernels/a.py"],
+        "watched": {"kernels/a.py": [3]},
     }
     start, common = [sys.executable, str(DRIVER)], {"environment": {"OMP_NUM_THREADS": "1"}}
     make, answer = told.asked
     assert make.pop("limits").wall_seconds == 70.0 and answer.pop("limits").wall_seconds == 40.0
     assert make == common | {
         "command": [*start, "make", str(request), str(given)],
-        "readonly": [base, request, DRIVER, RECORDER_FILE], "output": given, "cwd": base,
+        "readonly": [base, request, DRIVER, RECORDER_FILE, WATCH_FILE], "output": given, "cwd": base,
     }  # fmt: skip
     out = work / "answers-0"
     assert answer == common | {
         "command": [*start, "answer", str(question), str(given / "inputs"), str(out)],
-        "readonly": [patch, question, given / "inputs", DRIVER, RECORDER_FILE], "output": out, "cwd": patch,
+        "readonly": [patch, question, given / "inputs", DRIVER, RECORDER_FILE, WATCH_FILE], "output": out, "cwd": patch,
     }  # fmt: skip
     assert (answers.seconds, answers.baseline_seconds) == (40.0, 20.0) and answers.truth == given / "truth"
     assert (answers.missing, answers.died, answers.log, answers.out_of_time) == (None, None, "", False)
-    assert answers.executed.lines == {"kernels/a.py": {3}} and answers.instructions == ["kernels/a.py"]
+    assert answers.executed.lines == {"kernels/a.py": {3}} and answers.watched == {"kernels/a.py": [3]}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def truth(tmp_path: Path) -> OpAnswers:
     for number in range(len(JOBS)):
         made(tmp_path / "given", number)
     return OpAnswers(
-        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=ExecutedCode()
+        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, watched={"kernels/a.py": [3]}, executed=ExecutedCode()
     )
 
 
@@ -273,7 +273,7 @@ def test_only_people_may_change_an_ops_tests(
         "device": devices.get_device_kind(),
         "jobs": JOBS,
         "recorder": str(RECORDER_FILE),
-        "instructions": ["kernels/a.py"],
+        "watched": {"kernels/a.py": [3]},
     }
     assert how["command"][2:] == ["make", str(tmp_path / "request-again.json"), str(tmp_path / "again-0")]
     assert how["readonly"][:2] == [tmp_path / "patch", tmp_path / "request-again.json"]

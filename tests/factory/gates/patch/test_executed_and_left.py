@@ -54,14 +54,20 @@ def other(): return 1
 """
 
 
+WATCHED = {"trainer/a.py": [2], "kernels/b.py": [4, 7], "trainer/gone.py": [1]}
+
+
 def written(folder: Path, *names: str, text: str = CODE) -> dict[str, dict[str, Any]]:
     """Files, executed as modules."""
+    recorder = ExecutionRecorder(str(folder), {})
+    recorder.watch.install()
     made: dict[str, dict[str, Any]] = {}
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        made[name] = {"code": compile(text, str(path), "exec", dont_inherit=True), "names": {}}
+        code, _ = recorder.watch.compile_watched(text, name, WATCHED.get(name, []), str(path))
+        made[name] = {"code": code, "names": {}}
         exec(made[name]["code"], made[name]["names"])
     return made
 
@@ -72,7 +78,7 @@ NAMES = ("trainer/a.py", "kernels/b.py", "policies/c.py", "trainers/d.py")
 @pytest.mark.parametrize("thread", [False, True])
 def test_executed_lines_of_the_trainer_and_the_kernels_are_recorded(tmp_path: Path, thread: bool) -> None:
     files = written(tmp_path, *NAMES)
-    recorder = ExecutionRecorder(str(tmp_path), ["trainer/a.py", "trainer/gone.py"])
+    recorder = ExecutionRecorder(str(tmp_path), WATCHED)
     run = lambda: [files[name]["names"]["double"](1) for name in NAMES]
     before = sys.gettrace()
     recorder.start()
@@ -92,7 +98,8 @@ def test_executed_lines_of_the_trainer_and_the_kernels_are_recorded(tmp_path: Pa
     sys.settrace(before)
     found = recorder.to_json()
     assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
-    assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
+    assert found["traced"] == found["launched"] == {}
+    assert found["instructions"].keys() == {"trainer/a.py", "kernels/b.py"}, "and not of files without watched lines"
     (double,) = (code for code in iterate_code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
     assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {make_code_object_name(double)}
     assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
@@ -104,7 +111,7 @@ def test_code_that_the_compiler_makes_is_not_recorded_as_code_of_the_file(tmp_pa
     made = written(tmp_path, "trainer/a.py")["trainer/a.py"]["names"]
     other: dict[str, Any] = {}
     exec(compile(CODE.replace("* 2", "+ 2"), str(tmp_path / "trainer" / "a.py"), "exec"), other)
-    recorder = ExecutionRecorder(str(tmp_path), ["trainer/a.py"])
+    recorder = ExecutionRecorder(str(tmp_path), WATCHED)
     recorder.start()
     other["double"](1), other["double"](1)
     recorder.stop()
@@ -118,7 +125,7 @@ def test_code_that_the_compiler_makes_is_not_recorded_as_code_of_the_file(tmp_pa
 def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
     for name, text in (("a", "x = = 1"), ("b", "x = 1\0"), ("c", "x = 1")):
         (tmp_path / name).write_text(text)
-    found = ExecutionRecorder(str(tmp_path), ["a", "b", "c", "d"]).precise
+    found = ExecutionRecorder(str(tmp_path), dict.fromkeys("abcd", [1])).precise
     assert [len(found[f"{tmp_path}/{name}"]) for name in "abcd"] == [0, 0, 1, 0]
 
 
@@ -132,7 +139,8 @@ def test_code_names_distinguish_functions_on_the_same_line() -> None:
 
 def test_records_of_several_processes_are_added() -> None:
     left = {
-        "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
+        "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]},
+        "conditions": {"a": [[0, "true"]]},
     }  # fmt: skip
     found, other = ExecutedCode(), ExecutedCode()
     found.add_record(left)
@@ -142,11 +150,13 @@ def test_records_of_several_processes_are_added() -> None:
             "instructions": {"a": [["f", 2]]},
             "traced": {"b": [[5, 6, 7, 8]]},
             "launched": {"a": [[2, 3]]},
+            "conditions": {"a": [[0, "false"]]},
         }
     )
     found.merge_executed_code(other)
     assert found == ExecutedCode(
-        {"a": {1, 2, 3}, "b": {4}}, {"a": {("f", 1), ("f", 2)}}, {"a": {(1, 2, 3, 4)}, "b": {(5, 6, 7, 8)}}, {"a": {(1, 9), (2, 3)}}
+        {"a": {1, 2, 3}, "b": {4}}, {"a": {("f", 1), ("f", 2)}}, {"a": {(1, 2, 3, 4)}, "b": {(5, 6, 7, 8)}}, {"a": {(1, 9), (2, 3)}},
+        {"a": {(0, "true"), (0, "false")}},
     )  # fmt: skip
 
 
@@ -161,7 +171,7 @@ COMPILED = """
         return function.fn, arguments, settings
 
     InterpretedFunction.run = JITFunction.run = run
-    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](sys.argv[2], ["kernels/c.py"])
+    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](sys.argv[2], {"kernels/a.py": [1], "kernels/b.py": [1], "kernels/c.py": range(1, 9)})
     recorder.watch_compiler()
     spaces = [runpy.run_path(f"{sys.argv[2]}/{name}") for name in ("kernels/a.py", "kernels/b.py", "elsewhere/c.py")]
     for kind, space, settings in zip((InterpretedFunction, JITFunction, JITFunction), spaces, ({}, {"warmup": True}, {"warmup": False})):

@@ -226,7 +226,7 @@ def test_only_python_files_that_remain_must_be_executed() -> None:
         FileChange("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, read_base_file=base.get)
-    assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode())] == [
+    assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode(), ExecutedCode())] == [
         "trainer/a.py:3: 2",
         "trainer/b.py:1: 3",
     ]
@@ -305,7 +305,7 @@ def test_the_candidate_runs_with_its_own_code_and_kernel_choice(
     assert begun[1:] == (work / "plan", "mine" if started else "tiny") and plan.recipe_name == begun[2]
     assert [one.seconds for one in runs] == [100.0, 100.0] and baseline[1:] == candidate[1:] == (CASES[:2], TOOLS[:1])
     for side, folder in ((begun[0], "0"), (baseline[0], "1"), (approved, "")):
-        assert (side.code, side.folder, side.wall_seconds, side.instructions) == (
+        assert (side.code, side.folder, side.wall_seconds, side.watched) == (
             case.baseline,
             work / folder,
             70.0,
@@ -313,7 +313,7 @@ def test_the_candidate_runs_with_its_own_code_and_kernel_choice(
         )
     assert approved.after is case.after_stages and approved.compiled == (compiled if started else None)
     side = candidate[0]
-    assert (side.code, side.folder, side.wall_seconds, side.instructions) == (
+    assert (side.code, side.folder, side.wall_seconds, side.watched) == (
         case.candidate,
         work / "2",
         200.0,

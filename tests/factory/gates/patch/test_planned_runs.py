@@ -11,10 +11,13 @@ import pytest
 import yaml
 
 from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.paired_rounds import Suspicions
 from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy, TrainingPolicy
+from factory.gates.patch.round_plan import BASELINE, CANDIDATE, PlannedRun, RoundPlan
 from factory.gates.patch.stages import exploits, training
 from factory.gates.patch.stages.oracle import HOSTILE, make_oracle_jobs
-from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, make_gate_recipe
+from factory.gates.patch.stages.training import make_gate_recipe
+from factory.gates.patch.step_timing import BRIEF_RUN_STEPS
 from factory.gates.stage_interface import NO_START
 from factory.gates.training_start import TrainingStart
 from tests.support.trainer.segments import recipe_with
@@ -24,31 +27,55 @@ POLICY = TrainingPolicy(
 )  # worth a tenth of the steps, rounded: 9 of 100, 36 of 400
 
 
-@pytest.mark.parametrize("candidate_first", [False, True])
-def test_a_measurement_has_two_sessions_of_each_side_on_the_same_data(candidate_first: bool) -> None:
-    drawn = [MeasurementPlan.make_random_plan(POLICY, candidate_first) for _ in range(60)]
-    first, second = (CANDIDATE, BASELINE) if candidate_first else (BASELINE, CANDIDATE)
+@pytest.mark.parametrize("new_code", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_round_has_pairs_on_the_same_data_and_controls(number: int, new_code: bool) -> None:
+    drawn = [RoundPlan.draw(POLICY, number, new_code, faster=True) for _ in range(60)]
     for plan in drawn:
-        assert [name for name, _ in plan.sessions] == [first, second, first, second]
-        ours, theirs = ([runs for name, runs in plan.sessions if name == side] for side in (CANDIDATE, BASELINE))
-        assert [[*runs[1:]] for runs in ours] == [[*runs[1:]] for runs in theirs] and [len(runs) for runs in ours] == [
-            3,
-            4,
-        ]
-        timed = [run for runs in ours for run in runs[1:]]
-        assert {run.steps for run in timed} == {100} and not any(run.early for run in timed)
-        assert [number for number, run in enumerate(timed) if run.whole] == list(plan.whole)
-        assert [runs[0].steps for runs in ours] == [BRIEF_RUN_STEPS] * 2
-        fewer, twice = (runs[0] for runs in theirs)
-        assert (fewer.steps, twice.steps) == (91, 200) and fewer.seed == timed[plan.whole[0]].seed
-        assert (plan.long.steps, plan.long.early) == (400, 364)
-        assert (
-            plan.long.make_early_save_keys(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2}
-            and timed[0].make_early_save_keys(1000) == {}
+        assert plan.order == ((BASELINE, CANDIDATE) if number % 2 == 0 else (CANDIDATE, BASELINE))
+        assert [run.steps for run in plan.timed] == [100] * 5 and not any(run.early for run in plan.timed)
+        whole = [run for run in plan.timed if run.whole]
+        assert len(whole) == (number < 2)
+        controls = {side: [run.steps for run in runs] for side, runs in plan.controls.items()}
+        assert controls == {
+            BASELINE: [[91], [200], [], []][number], CANDIDATE: [BRIEF_RUN_STEPS] if new_code and number < 2 else []
+        }  # fmt: skip
+        assert number or plan.controls[BASELINE][0].seed == whole[0].seed, (
+            "the run that leaves out steps is compared with it"
         )
-        seeds = [*(run.seed for run in timed), twice.seed, plan.long.seed, *(runs[0].seed for runs in ours)]
+        assert (plan.long is not None) == (new_code and number > 0)
+        if plan.long:
+            assert (plan.long.steps, plan.long.early) == (400, 364)
+            assert plan.long.make_early_save_keys(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2}
+        assert plan.timed[0].make_early_save_keys(1000) == {}
+        seeds = [run.seed for run in plan.timed] + ([plan.long.seed] if plan.long else [])
         assert len(set(seeds)) == len(seeds)
-    assert {plan.whole[0] for plan in drawn} == {0, 1} and {plan.whole[1] for plan in drawn} == {2, 3, 4}
+    places = {next((at for at, run in enumerate(plan.timed) if run.whole), None) for plan in drawn}
+    assert places == (set(range(5)) if number < 2 else {None})
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_sides_take_turns_and_alternate_who_is_first(number: int) -> None:
+    plan = RoundPlan.draw(POLICY, number, new_code=True, faster=True)
+    first, second = plan.order
+    turns = plan.list_turns(interleaved=True)
+    assert [side for side, _ in turns[:2]] == [first, second]  # a control each
+    pairs = [turns[at : at + 2] for at in range(2, len(turns), 2)]
+    for place, ((one, ours), (other, theirs)) in enumerate(pairs):
+        assert ours is theirs and (one, other) == ((first, second) if place % 2 == 0 else (second, first))
+    assert len(pairs) == 5 + (number > 0)
+    alone = plan.list_turns(interleaved=False)
+    assert [side for side, _ in alone] == [first] * (len(alone) // 2) + [second] * (len(alone) // 2)
+    for side in (BASELINE, CANDIDATE):
+        assert (
+            [run for of, run in turns if of == side] == [run for of, run in alone if of == side] == plan.list_runs(side)
+        )
+
+
+def test_a_long_run_is_made_only_if_new_code_looks_faster() -> None:
+    assert RoundPlan.draw(POLICY, 1, new_code=True, faster=False).long is None
+    assert RoundPlan.draw(POLICY, 1, new_code=False, faster=True).long is None
+    assert PlannedRun(1, 10) == PlannedRun(1, 10) != PlannedRun(2, 10)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +159,18 @@ def test_the_stage_adds_some_steps_to_the_policys_for_both_sides(
     sides = {"baseline": tmp_path / "base", "candidate": tmp_path / "patch"}
     case: Any = SimpleNamespace(
         **sides, start=TrainingStart(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
-        changed_paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject",
+        changed_paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject", handed_on={},
+        changes_code=new_code,
     )  # fmt: skip
     for _ in range(60):
         result = training.run(case)
         assert (result.evidence, result.handed_on) == ({"state": "passed"}, "pair")
-    for runs, policy, start, baseline, candidate, new, tries in asked:
-        assert (start, new, tries) == (case.start, new_code, 3) and policy.pairs == TrainingPolicy().pairs
+    for runs, policy, start, baseline, candidate, suspicions, tries in asked:
+        assert (start, suspicions, tries) == (
+            case.start,
+            Suspicions(new_code),
+            3,
+        ) and policy.pairs == TrainingPolicy().pairs
         assert (runs.plant, runs.home, runs.purpose, runs.subject) == ("plant", case.work, "patch gate", "subject")
         for side, name, commit in ((baseline, "baseline", "b"), (candidate, "candidate", "c")):
             assert (side.code, side.commit, side.folder) == (sides[name], commit, case.work / name)

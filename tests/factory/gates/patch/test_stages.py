@@ -13,11 +13,12 @@ import torch
 
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy
 from factory.gates.patch.stages import evals
-from factory.gates.patch.timed_session import PatchSession, TimedRun, train_timed_session
+from factory.gates.patch.timed_session import STILL_SECONDS, SessionEndedError, TimedRun, TimedSession
 from factory.gates.stage_interface import NOTHING_HELD_OUT
 from factory.gates.training_start import TrainingStart, find_training_start
 from factory.ledger.plant import Plant
 from factory.runs.arm import Arm
+from factory.sandbox import cpu_clock, freezer
 from tests.support.factory.code_loop import Made, make
 from tests.support.gates.reasons import expect, tells
 from trainer.contract.checkpoint import format as checkpoints
@@ -30,7 +31,7 @@ def begun() -> tuple[Made, TrainingStart, dict[str, torch.Tensor]]:
     return made, start, checkpoints.read_tensors(start.checkpoint, "model")
 
 
-def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[PatchSession, TrainingStart]:
+def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[TimedSession, TrainingStart]:
     """A warm-up, a run of two steps, and one of four whose weights after three are wanted; ``broken``: of the second's specification."""
     made, start, origin = begun()
     base = {
@@ -44,33 +45,80 @@ def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[P
         for seed, (steps, recipe, more) in enumerate([(1, {}, {}), (2, {}, broken), (4, saving, {})], 1)
     ]
     folder.mkdir()
-    return train_timed_session(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
+    return TimedSession(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
 
 
 def test_a_session_returns_the_requested_weights_and_checkpoints_of_each_run(tmp_path: Path) -> None:
-    began = time.monotonic()
     found, start = session(tmp_path / "session")
-    assert not found.failed and not found.out_of_time and len(found.runs) == 2
-    assert found.seconds < time.monotonic() - began
-    first, second = found.runs
+    try:
+        warm, first, second = [found.train_next(300.0) for _ in range(3)]
+    finally:
+        found.close()
+    assert not found.failed and warm.weights == {}
     assert first.rest is not None and first.rest.state["step"] == start.step + 2 and first.early == {}
     assert second.rest is None and second.early.keys() == second.weights.keys()
     assert all(not torch.equal(second.early[name], weights) for name, weights in second.weights.items())
-    assert 0 < first.seconds < found.seconds and first.cpu is not None
-    numbers = [int(folder.name.removesuffix("-trunk")) for folder in found.folders]
-    assert numbers == list(range(numbers[0], numbers[0] + 3)) and all(
-        len(folder.name) == 11 for folder in found.folders
-    )
+    assert first.seconds > 0 and first.cpu is not None
+    folders = [run.folder for run in (warm, first, second) if run.folder]
+    numbers = [int(folder.name.removesuffix("-trunk")) for folder in folders]
+    assert numbers == list(range(numbers[0], numbers[0] + 3)) and all(len(folder.name) == 11 for folder in folders)
+
+
+def test_two_sessions_take_turns_and_the_paused_one_stands_still(tmp_path: Path) -> None:
+    """Same data and code, so the same weights to the bit, however often a session was stopped."""
+    (one, _), (other, _) = session(tmp_path / "one"), session(tmp_path / "other")
+    runs: dict[int, list[TimedRun]] = {0: [], 1: []}
+    try:
+        for _ in range(3):
+            for number, of in enumerate((one, other)):
+                runs[number].append(of.train_next(300.0))
+                of.pause()
+                clocks = [cpu_clock.read_cpu_seconds(of.init).tree for _ in range(2) if not time.sleep(0.05)]
+                assert clocks[0] == clocks[1] > 0
+    finally:
+        one.close()
+        other.close()
+    for ours, theirs in zip(*runs.values(), strict=True):
+        assert all(torch.equal(theirs.weights[name], weights) for name, weights in ours.weights.items())
+
+
+def test_a_session_that_ran_while_it_was_paused_is_told(tmp_path: Path) -> None:
+    found, _ = session(tmp_path / "session")
+    try:
+        found.train_next(300.0)
+        found.pause()
+        thawed = freezer.thaw(found._frozen)  # as if code inside had continued itself
+        assert thawed <= STILL_SECONDS
+        used = cpu_clock.read_cpu_seconds(found.init).tree
+        while cpu_clock.read_cpu_seconds(found.init).tree < used + 2 * STILL_SECONDS:
+            time.sleep(0.05)  # it looks for its next run again and again
+        with pytest.raises(SessionEndedError) as error:
+            found.train_next(300.0)
+    finally:
+        found.close()
+    assert error.value.not_still and error.value.why.code == found.failed.code == "patch.not_still"
 
 
 def test_a_session_ends_with_the_first_run_that_fails(tmp_path: Path) -> None:
     found, _ = session(tmp_path / "session", first_step=1)  # its checkpoint is of another step
-    assert found.failed.startswith("run 1 failed: ") and not found.out_of_time and found.runs == []
+    try:
+        found.train_next(300.0)
+        with pytest.raises(SessionEndedError) as error:
+            found.train_next(300.0)
+    finally:
+        found.close()
+    assert error.value.why.data["run"] == 1 and not error.value.out_of_time and found.failed == error.value.why
 
 
-def test_a_session_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
-    found, _ = session(tmp_path / "session", wall_seconds=0.05)
-    assert found.failed.startswith("run 0 failed: ") and found.out_of_time and found.runs == []
+@pytest.mark.parametrize(("wall", "allowed"), [(0.05, 300.0), (300.0, 0.05)])
+def test_a_session_that_runs_out_of_time_says_so(tmp_path: Path, wall: float, allowed: float) -> None:
+    found, _ = session(tmp_path / "session", wall_seconds=wall)
+    try:
+        with pytest.raises(SessionEndedError) as error:
+            found.train_next(allowed)
+    finally:
+        found.close()
+    assert error.value.why.data["run"] == 0 and error.value.out_of_time
 
 
 def scored(candidate: dict[str, torch.Tensor], baseline: dict[str, torch.Tensor], **policy: int) -> Any:

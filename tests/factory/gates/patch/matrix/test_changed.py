@@ -14,6 +14,7 @@ import pytest
 from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode, ExecutionRecorder
 from factory.gates.patch.matrix import unexecuted_code
 from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
+from factory.gates.patch.watch_conditions import compile_watched
 
 
 def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
@@ -21,18 +22,20 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
     path = folder / "trainer" / "part.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(dedent(text))
-    recorder = ExecutionRecorder(str(folder), ["trainer/part.py"])
+    lines = unexecuted_code.find_changed_lines(dedent(base), dedent(text))
+    recorder = ExecutionRecorder(str(folder), {"trainer/part.py": sorted(lines)})
     names: dict[str, object] = {}
+    recorder.watch.install()
     recorder.start()
     try:
-        exec(compile(path.read_text(), str(path), "exec"), names)
+        exec(compile_watched(path.read_text(), "trainer/part.py", lines, str(path))[0], names)
         eval(call, names)
     finally:
         recorder.stop()
     executed = ExecutedCode()
     executed.add_record(recorder.to_json())
     found = find_unexecuted_parts("trainer/part.py", dedent(base), dedent(text), executed)
-    return [f"{part.line}: {part.source}" for part in found]
+    return [f"{part.line}: {part.source}" + f" was not {part.result}" * bool(part.result) for part in found]
 
 
 BASE = """
@@ -46,7 +49,7 @@ BASE = """
     [
         ("def rate(step):\n    return 2.0\n", []),
         ("def rate(step):\n    return 0.5 if step > 100 else 1.0\n", ["2: 0.5"]),
-        ("def rate(step):\n    return step > 100 and step // 2 or 1.0\n", ["2: step"]),
+        ("def rate(step):\n    return step > 100 and step // 2 or 1.0\n", ["2: step // 2"]),
         ("def rate(step):\n    if step > 100:\n        return 0.5\n    return 1.0\n", ["3: 0.5"]),
         ("def rate(step):\n    return 1.0\ndef other():\n    return 2\n", ["4: 2"]),
         ("def rate(step):\n    return max([1.0] + [s for s in range(step) if s > 100])\n", ["2: s"]),
@@ -164,11 +167,16 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     path.write_text(dedent(COMPILED))
     script = (
         "import importlib.util, json, runpy, sys, torch\n"
-        f"recorder = runpy.run_path({str(RECORDER_FILE)!r})['ExecutionRecorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
+        f"recorder = runpy.run_path({str(RECORDER_FILE)!r})['ExecutionRecorder']({str(tmp_path)!r}, {{'trainer/part.py': range(1, 99)}})\n"
+        "recorder.watch_imports()\n"
         "recorder.watch_compiler()\n"
         "recorder.start()\n"
-        f"part = runpy.run_path({str(path)!r})\n"
-        "assert part['double'](torch.ones(3)).tolist() == [2, 2, 2]\n"
+        "import importlib.util as imports\n"
+        f"spec = imports.spec_from_file_location('part', {str(path)!r})\n"
+        "part = imports.module_from_spec(spec)\n"
+        "spec.loader.exec_module(part)\n"
+        "double = part.double\n"
+        "assert double(torch.ones(3)).tolist() == [2, 2, 2]\n"
         "recorder.stop()\n"
         "print(json.dumps(recorder.to_json()))\n"
     )

@@ -318,7 +318,7 @@ def test_rounding_is_not_a_difference(
         assert found.undecided == ["first steps"] and not found.beyond
         patch = SimpleNamespace(commit="c0ffee", base="ba5e")
         case: Any = SimpleNamespace(applied=patch, plant=Plant(workspace, ledger), subject=Subject("proposal", 7))
-        side = replace(prepared.side, folder=tmp_path / "told", instructions=["trainer/run.py"])
+        side = replace(prepared.side, folder=tmp_path / "told", watched={"trainer/run.py": [*range(1, 400)]})
         runs = matrix._side(case, prepared.plan, side, prepared.cases, (), "candidate")
         assert not runs.failed and runs.executed.instructions
         (row,) = list_runs(ledger)

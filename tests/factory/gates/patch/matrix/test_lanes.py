@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from factory.gates.patch.execution_recorder import RECORDER_FILE
+from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE
 from factory.gates.patch.matrix import runs as lanes
 from factory.gates.patch.matrix.cases import MatrixCase, MatrixTool
 from factory.gates.patch.matrix.runs import DRIVER, MatrixPlan, MatrixRuns, MatrixSide, run_cases
@@ -24,7 +24,7 @@ LONG = MatrixCase("long", steps=9, kernels="reference", slow_threads=True)
 HALF = MatrixCase("half", "half", steps=5)
 RANKS = MatrixCase("ranks", steps=3, ranks=2)
 TOOL = MatrixTool("trainer.tools.documents", ("OUT/x", "FIRST", "5"), exit_code=2)
-NOTES: dict[str, Any] = {name: {} for name in ("lines", "instructions", "traced", "launched")}
+NOTES: dict[str, Any] = {name: {} for name in ("lines", "instructions", "traced", "launched", "conditions")}
 
 
 class Process:
@@ -80,7 +80,7 @@ def planned(tmp_path: Path) -> Any:
         yield (
             plan,
             MatrixSide(
-                tmp_path / "code", kernels, tmp_path / "runs", 70.0, after, instructions=["trainer/a.py"], disturbed=3
+                tmp_path / "code", kernels, tmp_path / "runs", 70.0, after, watched={"trainer/a.py": [4]}, disturbed=3
             ),
         )
 
@@ -114,10 +114,10 @@ def test_the_request_of_a_process_is_complete(process: Process, planned: Any, tm
     assert how == {
         "command": [sys.executable, str(DRIVER), str(RECORDER_FILE), str(folder / "request.json"), str(folder / "notes")],
         "output": folder, "cwd": side.code, "environment": {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        "readonly": [side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
+        "readonly": [side.code, DRIVER, RECORDER_FILE, WATCH_FILE, plan.folder, *side.kernels.values()],
         "request": {
             "folders": [{"folder": str(folder / "segments" / "00001"), "stop_after": 0, "waits": False, "slow_threads": True}],
-            "tools": [], "instructions": ["trainer/a.py"], "ranks": 1, "disturbed": 3,
+            "tools": [], "watched": {"trainer/a.py": [4]}, "ranks": 1, "disturbed": 3,
         },
     }  # fmt: skip
     other, ranks = process.asked["1"]["request"], process.asked["ranks"]["request"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -17,23 +18,23 @@ from factory.gates.patch.matrix import train_cases
 from kernels.contract import registry
 from trainer.contract import stopping
 
-RANK = """
-    import json, os, socket, sys
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
-    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 60):  # the store is this test's
-        open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").write(" ".join(os.environ[name] for name in names))
-    sys.exit(int(sys.argv[2 + int(os.environ["RANK"])]))
-"""
+NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("ends", "code"), [("000", 0), ("030", 3), ("052", 5)])
+@pytest.mark.parametrize(("ends", "code"), [("000", 0), ("030", 3), ("052", 5), ("0x0", 1)])
 def test_ranks_find_one_another_and_the_first_nonzero_exit_code_is_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int
+    tmp_path: Path, ends: str, code: int
 ) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(dedent(RANK))
-    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), *ends])
-    assert train_cases.run_program_once_per_rank(len(ends)) == code
+    def run() -> int:
+        rank = os.environ["RANK"]
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.create_connection(place, 60):  # the store is this test's
+            (tmp_path / rank).write_text(" ".join(os.environ[name] for name in NAMES))
+        return int(ends[int(rank)])
+
+    assert train_cases.run_ranks(len(ends), run) == code and "RANK" not in os.environ
     told = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert told == [f"{rank} {rank} 3 3 True 0" for rank in range(3)]
 
