@@ -43,6 +43,7 @@ CALLED_BY_LIBRARIES = {
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
     "cut_piece": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
+    "ignore_compile_internals": "torch.compile asks each dispatch mode for it",
     "multi_token_logits": "the logits that a server drafts with; training has only their loss, and tests compare them with transformers",
 }
 

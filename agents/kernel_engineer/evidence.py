@@ -149,19 +149,21 @@ def find_neighbours(profile: Mapping[str, Any], target: ProfileTarget) -> list[s
 
 
 def describe_earlier_work(profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> str:
-    """What was proposed for the target and for its neighbours, with verdicts and reasons."""
+    """What was proposed and tried for the target and for its neighbours, with verdicts and reasons."""
     found = [
         tools.quote_earlier_proposals(
             workbench.list_earlier_proposals(target.name), workbench.list_earlier_tries(target.name)
         )
     ]
-    words = [
-        f"{name}: {attempt.outcome or 'not judged'}: {attempt.title}: {_shorten_reason(attempt)}"
-        for name in find_neighbours(profile, target)
-        for attempt in list(workbench.list_earlier_proposals(name))[-MOST_ATTEMPTS:]
-    ]
+    words = []
+    for name in find_neighbours(profile, target):
+        for attempt in list(workbench.list_earlier_proposals(name))[-MOST_ATTEMPTS:]:
+            words.append(f"{name}: {attempt.outcome or 'not judged'}: {attempt.title}: {_shorten_reason(attempt)}")
+        words += [
+            f"{name}: {fold_to_one_line(tried, 200)}" for tried in workbench.list_earlier_tries(name)[-MOST_ATTEMPTS:]
+        ]
     if words:
-        found.append(quote_as_data("earlier proposals for neighbouring targets", "\n".join(words), 4000))
+        found.append(quote_as_data("earlier work on neighbouring targets", "\n".join(words), 4000))
     return "\n\n".join(found)
 
 

@@ -130,6 +130,14 @@ def select_worthwhile_targets(
 def describe_offered_targets(found: Sequence[ProfileTarget], least_gain: float) -> Message:
     """How many targets are offered, how many never are, and the range of the best ones over the profiles."""
     offered = [target for target in found if target.can_gain(least_gain)]
+    if not offered:
+        return Message(
+            "kernel_engineer.none_offered",
+            "  No target of {targets} is offered to proposers: the step would not be {gain:g} times as fast if one of them "
+            "took no time (training.min_gain).",
+            targets=len(found),
+            gain=least_gain,
+        )
     best = [
         Message(
             "kernel_engineer.offered_target",

@@ -9,7 +9,7 @@ from typing import Any
 from agents.core.untrusted import quote_as_data
 from agents.core.workbench import TriedVariant, Variant, Workbench
 from agents.kernel_engineer.draft import read_variants
-from agents.kernel_engineer.evidence import describe_machine, describe_row, describe_step
+from agents.kernel_engineer.evidence import LEAST_ROW, describe_machine, describe_row, describe_step
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
@@ -90,11 +90,14 @@ class EvidenceReader:
         return quote_as_data("variants", "\n".join([*words, *([f"{table.budget}."] if table else [])]))
 
     def describe_line_profile(self, only: str = "") -> str:
-        rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])][:MOST_ROWS]
+        asked = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]
+        rows = [line for line in asked if line["share"] >= LEAST_ROW][:MOST_ROWS]
         known = set(self.workbench.files())
         places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
         notes = "".join(tools.describe_agent_written_lines(self.workbench, file, line, line) for file, line in places)
-        return notes + quote_as_data("line profile", "\n".join(map(describe_row, rows)) or "no such op or file")
+        return notes + quote_as_data(
+            "line profile", "\n".join(map(describe_row, rows)) or "no such op or file, or too small a share of the step"
+        )
 
     def describe_data_flow(self, line: str = "") -> str:
         near = lambda name: not line or name.partition("#")[0] == line

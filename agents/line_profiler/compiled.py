@@ -130,7 +130,7 @@ def watch_compiled_graphs() -> Iterator[CompiledGraphs]:
         graphs.add_graph(graph)
         finish(graph, *args, **kwargs)
 
-    CompiledFxGraph.post_compile = finish_and_read  # type: ignore[method-assign]
+    CompiledFxGraph.post_compile = finish_and_read  # type: ignore[method-assign, assignment]
     try:
         with (
             config.patch(

@@ -13,6 +13,7 @@ import torch
 
 from agents.line_profiler.profile_schema import ProfiledOp
 from kernels.contract.bench import BenchSetting, compare_implementations
+from kernels.contract.op import KernelError
 from trainer.contract.recipe import Recipe
 
 LEAST_SHARE = 0.02  # of the step: a faster implementation of a smaller op could not be measured
@@ -30,7 +31,11 @@ def time_registered_implementations(
     for op in sorted(ops, key=lambda op: -op.share):
         if op.share < LEAST_SHARE:
             break
-        others = [name for name in op.implementations if name != op.implementation] or [op.implementation]
+        same = {
+            op.implementation,
+            "compiled" if recipe.compile and op.in_block else "",
+        }  # the block compiles the op already
+        others = [name for name in op.implementations if name not in same] or [op.implementation]
         for name in others:
             left = ends - time.monotonic()
             if left <= 0:
@@ -39,7 +44,7 @@ def time_registered_implementations(
                 found = compare_implementations(
                     op.op, name, op.implementation, setting, device=device.type, pairs=PAIRS, warmup=2, seconds=left
                 )
-            except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            except (KernelError, RuntimeError, ValueError, TypeError):
                 continue  # an implementation that does not take these sizes is no error of the profile
             known = times.setdefault(op.op, {})
             known[op.implementation] = min(found.against_seconds, known.get(op.implementation, found.against_seconds))

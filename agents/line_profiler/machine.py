@@ -23,8 +23,7 @@ def read_machine_facts(device: torch.device, cpu: Path = CPU, flags: frozenset[s
         return {
             "multiprocessors": str(gpu.multi_processor_count),
             "L2 cache": format_bytes(gpu.L2_cache_size),
-            "shared memory of a block": format_bytes(gpu.shared_memory_per_block_optin),
-            "registers of a multiprocessor": str(gpu.regs_per_multiprocessor),
+            "shared memory of a multiprocessor": format_bytes(gpu.shared_memory_per_multiprocessor),
             "memory": format_bytes(gpu.total_memory),
         }
     flags = read_processor_flags() if flags is None else flags

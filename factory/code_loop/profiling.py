@@ -48,6 +48,7 @@ USER_ERROR = 2  # the profiler's exit code for an error that its user can correc
 FORMAT = 4  # equals that of agents.line_profiler.profile_schema, which only the profiler's own process imports
 OLDEST_FORMAT = 3  # its lines are those of the eager step
 RECENT = 5  # profiles of one commit, recipe and machine that count together
+QUIET = 1.25  # a profile whose lines take so many times as long as those of the fastest was made beside other programs, and does not count
 REMEMBERED = 20  # profiles of a machine whose rates are remembered: a wrong one is forgotten some day
 
 
@@ -73,7 +74,11 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
-    """Return a profile, and then the newest other profiles of the same commit, recipe and machine: at most ``RECENT`` in all.
+    """Return a profile and the newest other profiles of the same commit, recipe and machine: at most ``RECENT``, without those of busy moments.
+
+    Other programs only add time, and they add it to some lines more than to others: two threads that wait for one another can take a hundred times
+    as long. So the fastest profile is right, and those that took more than ``QUIET`` times as long are left out. The profile itself comes first,
+    or the fastest one in its place.
 
     Raises: ProfileError if the profile itself cannot be read. Others that cannot be read are left out.
     """
@@ -85,15 +90,17 @@ def read_recent_profiles(ledger: Ledger, number: int) -> list[dict[str, Any]]:
         id=number,
     )
     for other in others:
+        if len(found) == RECENT:
+            break
         try:
             profile = read_profile(Path(other["path"]))
         except (OSError, ValueError, KeyError, ProfileError):
             continue
-        if len(found) < RECENT and all(
-            profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")
-        ):
+        if all(profile.get(key) == found[0].get(key) for key in ("machine", "recipe", "kernels")):
             found.append(profile)
-    return found
+    fastest = min(found, key=lambda one: one["covered_s"])
+    quiet = [one for one in found if one["covered_s"] <= QUIET * fastest["covered_s"]]
+    return quiet if quiet[0] is found[0] else [fastest, *(one for one in quiet if one is not fastest)]
 
 
 def find_best_rates(ledger: Ledger, machine: str, precision: str) -> tuple[float, float] | None:
@@ -131,16 +138,20 @@ def find_offered_targets(plant: Plant, number: int) -> tuple[list[ProfileTarget]
 @dataclass(frozen=True)
 class ProfileOptions:
     """Options of a profile. ``recipe``: a name or a path; None for the workspace's recipe, or the demo's. ``isolation_s``: seconds for timing single
-    operations outside the step; None for the profiler's default."""
+    operations outside the step. ``implementations_s``: seconds for timing the registered implementations of the slowest ops. None for the
+    profiler's default."""
 
     recipe: str | None = None
     isolation_s: float | None = None
+    implementations_s: float | None = None
 
     def to_arguments(self) -> list[str]:
-        return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
+        given = {"--isolation": self.isolation_s, "--implementations": self.implementations_s}
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
-QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementations themselves
+QUICK = ProfileOptions(isolation_s=0)  # for proposers
+QUICKEST = ProfileOptions(isolation_s=0, implementations_s=0)  # for a proposer that measures implementations itself
 
 
 def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:

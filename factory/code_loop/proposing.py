@@ -36,6 +36,8 @@ from factory.code_loop.agent_runs import (
 )
 from factory.code_loop.profiling import (
     QUICK,
+    QUICKEST,
+    ProfileOptions,
     find_least_gain,
     find_offered_targets,
     profile_live_code,
@@ -114,7 +116,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
             "code_loop.search_options",
             "The agent 'search' takes no --endpoint, --model, --target or --interactive: these options need a language model.",
         )
-    profiled = _read(bench.plant.ledger, _profile(bench))
+    profiled = _read(bench.plant.ledger, _profile(bench, QUICKEST))
     drafts = search_proposer.propose_implementations(profiled, replace(bench, count=count), count)
     if not drafts:
         why = Message(
@@ -157,8 +159,8 @@ def make_kernel_engineer(plant: Plant, run: AgentRun, bench: LiveWorkbench) -> K
     return KernelEngineer(profile, bench, run.target, earlier, find_least_gain(plant))
 
 
-def _profile(bench: LiveWorkbench) -> int:
-    return profile_live_code(bench.plant, QUICK) if bench.profile is None else bench.profile
+def _profile(bench: LiveWorkbench, options: ProfileOptions = QUICK) -> int:
+    return profile_live_code(bench.plant, options) if bench.profile is None else bench.profile
 
 
 def _read(ledger: Ledger, number: int) -> dict[str, Any]:

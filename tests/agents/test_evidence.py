@@ -49,6 +49,9 @@ class Bench:
     def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
         return self.past.get(target, [])
 
+    def list_earlier_tries(self, target: str) -> list[str]:
+        return [f"tried on {target}: 0.9x"] if self.past else []
+
 
 def _evidence(found: dict[str, Any], name: str, past: dict[str, list[EarlierProposal]] | None = None) -> str:
     bench = Bench(past)
@@ -75,6 +78,8 @@ def test_the_first_message_has_machine_calls_times_sources_and_earlier_work() ->
         "were written by the agent search in proposal 3",
         "reject: a table of exponents: no gain",
         "file:trainer/model/transformer.py: hold: no copies: noise",
+        "file:trainer/model/transformer.py: tried on file:trainer/model/transformer.py: 0.9x",
+        "tried on kernel:swiglu: 0.9x",
     ):
         assert part in told, part
     assert "kernels/contract/data/packing.py" not in told

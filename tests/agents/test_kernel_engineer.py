@@ -302,6 +302,8 @@ def test_a_target_without_which_the_step_gains_too_little_is_never_offered(bench
     told = describe_offered_targets(found, 1.02)
     assert (told.data["offered"], told.data["targets"], told.data["left"]) == (2, 3, 1)
     assert [best.data["target"] for best in told.data["best"]] == ["swiglu", "attention"]
+    none = describe_offered_targets(found, 99.0)
+    assert (none.code, none.data["targets"]) == ("kernel_engineer.none_offered", 3)
     with refused("kernel_engineer.too_small", TargetError, target="trainer/model/transformer.py:99", least=1.02):
         find_named_target("trainer/model/transformer.py:99", found, profile())
     assert find_named_target("trainer/model/transformer.py:99", found, profile(), least_gain=1.005).share == 0.01

@@ -40,7 +40,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("kernels") / "kernels.yaml"
     kernels.write_text("cpu: {}\n")  # references: their lines are the ones looked for below
-    return measure_profile(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6).profile
+    return measure_profile(
+        recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6, implementations_s=0
+    ).profile
 
 
 def _line(found: Profile, text: str, op: str = "") -> tuple[float, float]:
@@ -73,7 +75,9 @@ def test_newton_schulz_is_a_profiled_op_if_the_recipe_uses_muon(tmp_path: Path) 
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "muon"})})
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\n")
-    muon = measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False).profile
+    muon = measure_profile(
+        recipe, kernels, steps=1, measure_recipe_step=False, isolate=False, implementations_s=0
+    ).profile
     calls = {op.op: op.calls for op in muon.ops}
     assert calls["newton_schulz"] == 3 and calls["adamw"] >= 1  # a stack of q, gate, up, one of k, v, one of o, down
     lines = [line for line in muon.lines if line.op == "newton_schulz"]
@@ -178,7 +182,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("chosen") / "kernels.yaml"
     kernels.write_text("cpu: {attention: recompute, linear_cross_entropy: native, adamw: fused}\n")
-    return measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
+    return measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False, implementations_s=0)
 
 
 def test_page_and_trace_contain_the_whole_profile(measured: ProfileSession, tmp_path: Path) -> None:

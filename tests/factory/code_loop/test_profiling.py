@@ -54,7 +54,7 @@ def test_a_profile_is_recorded_in_the_ledger_and_its_files_in_mlflow(monkeypatch
         monkeypatch.setattr(session, name, 0.0)
     monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
-    number = profile_live_code(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
+    number = profile_live_code(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2, implementations_s=2))
     row = made.ledger.select_first(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
@@ -127,6 +127,26 @@ def test_the_recent_profiles_are_those_of_one_commit_recipe_and_machine(tmp_path
     (tmp_path / "6.json").write_text("not JSON")
     (tmp_path / "5.json").unlink()
     assert [found["step_s"] for found in read_recent_profiles(ledger, mine[2])] == [2.0, 4.0, 3.0, 1.0, 0.0]
+
+
+def test_a_profile_of_a_busy_moment_gives_way_to_the_fastest_one(tmp_path: Path) -> None:
+    ledger = Ledger.create(f"sqlite:///{tmp_path / 'ledger.db'}")
+
+    def took(seconds: float) -> int:
+        file = tmp_path / f"{seconds}.json"
+        return record_profile(ledger, file, "a" * 40, profile() | {"covered_s": seconds})
+
+    took(1.2)
+    took(70.0)
+    took(1.0)
+    busy = took(60.0)
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, busy)] == [1.0, 1.2]
+    quiet = took(1.1)
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, quiet)] == [1.1, 1.0, 1.2]
+    (tmp_path / "1.0.json").unlink()
+    (tmp_path / "1.1.json").unlink()
+    (tmp_path / "1.2.json").unlink()
+    assert [found["covered_s"] for found in read_recent_profiles(ledger, busy)] == [60.0, 70.0]
 
 
 def test_the_best_rates_of_a_machine_are_remembered_for_a_while(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.runs.live_code import decide_live_code_isolation
 from factory.show.unshown_items import show_unshown_items
+from kernels.contract.machine import describe_this_machine
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 from tests.support.messages import codes, refused, the
@@ -180,5 +181,8 @@ def test_propose_makes_a_profile_and_judges_at_most_one_proposal(made: Made) -> 
     assert found and found["created_at"] > began
     files = {path.name for path in Path(found["path"]).parent.iterdir()}
     assert files == {"profile.json", "profile.html", "trace.json"}
+    assert found["summary"]["machine"] == str(describe_this_machine()), (
+        "the next profile looks for this machine's rates"
+    )
     assert len(numbers) <= 1 and all(row_of(made, number)["verdict"] is not None for number in numbers)
     assert made.left_behind() == [] and repository.get_live_commit(made.target) == made.base

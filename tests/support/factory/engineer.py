@@ -40,7 +40,7 @@ def profile(op: str = "swiglu") -> dict[str, Any]:
     return {
         "format": 4, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "device_kind": "cpu", "machine": "cpu-avx2 (x, 2 threads)",
         "machine_facts": {"L2 cache": "1024 KiB", "vector units": "avx2, fma"}, "torch": "2", "compiled": False, "step_s": 1.0, "eager_step_s": 1.0,
-        "recipe_step_s": 0.9, "precision": "bf16", "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
+        "recipe_step_s": 0.9, "covered_s": 1.0, "precision": "bf16", "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
         "lines": [
             line("kernels/attention/__init__.py", 25, "attention", 0.4, 0.9),
             line("trainer/contract/data/packing.py", 9, "", 0.3, 0.1),
