@@ -158,6 +158,63 @@ def list_honest_batches() -> list[Batch]:
 
 
 def list_fault_batches() -> list[Batch]:
+    """Each fault of each size at two widths, the largest sizes first. Only the part of the preflight that shows it is run."""
+    sized = [(at, fault, size) for fault in FAULTS for at, size in enumerate(fault.sizes or ("",))]
+    return [
+        Batch(
+            replace(HONEST[0], name=fault.name, edits=fault.edits),
+            [fault.part],
+            [Case(fault.name, size, width, 1) for width in (64, 256)],
+        )
+        for _, fault, size in sorted(sized, key=lambda one: one[0])
+    ]
+
+
+def measure(self, batch: Batch) -> Iterator[tuple[Case, PreflightEvidence]]:
+    """Make the preflights of one commit. Yields the evidence of each."""
+    commit, home = self.commit(batch.code.edits, batch.cases[0].size), self.root / "flights"
+    shutil.rmtree(home, ignore_errors=True)  # of a batch that failed
+    live = LiveCode.check_out_commit(self.plant, commit)
+    flights = {case: self.plan(commit, batch.code, case, batch.parts) for case in batch.cases}
+    for trainer in TRAINERS:
+        arms = {}
+        for flight in flights.values():
+            found = next((arms for title, arms in flight.list_arms_by_trainer() if title == trainer), [])
+            arms |= {flight.runs.find_arm_folder(arm): arm for arm in found}
+        if arms and (done := train_arms_with_live_code(self.plant, live, home, arms, trainer)).code:
+            raise TrainerFailedError(f"{batch.code.name}, {trainer}: {done.line}")
+    for case, flight in flights.items():
+        evidence = PreflightEvidence(commit, LEAD_STEPS, flight.last - LEAD_STEPS, True, left_out=flight.left_out)
+        yield (
+            case,
+            compare_preflight_runs(
+                evidence,
+                flight.ways,
+                flight.checkpoint_before_branches,
+                flight.make_start_checkpoint,
+                flight.make_trace,
+            ),
+        )
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+def list_honest_batches() -> list[Batch]:
+    """100 preflights: three seeds of the first five codes, two of the others, at each width. No two codes share a seed."""
+    return [
+        Batch(
+            code,
+            PARTS,
+            [
+                Case(code.name, "", width, 10 * number + seed)
+                for width in WIDTHS
+                for seed in range(1, 4 if number <= 5 else 3)
+            ],
+        )
+        for number, code in enumerate(HONEST, 1)
+    ]
+
+
+def list_fault_batches() -> list[Batch]:
     """Each fault of each size at two widths, with two seeds each. Only the part of the preflight that shows it is run."""
     return [
         Batch(
