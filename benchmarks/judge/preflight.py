@@ -157,6 +157,19 @@ def list_honest_batches() -> list[Batch]:
     ]
 
 
+def list_fault_batches() -> list[Batch]:
+    """Each fault of each size at two widths, the largest sizes first. Only the part of the preflight that shows it is run."""
+    sized = [(at, fault, size) for fault in FAULTS for at, size in enumerate(fault.sizes or ("",))]
+    return [
+        Batch(
+            replace(HONEST[0], name=fault.name, edits=fault.edits),
+            [fault.part],
+            [Case(fault.name, size, width, 1) for width in (64, 256)],
+        )
+        for _, fault, size in sorted(sized, key=lambda one: one[0])
+    ]
+
+
 def measure(batches: Sequence[Batch], results: Path) -> None:
     """Make the preflights that ``results`` lacks, and append their evidence."""
     done = [case.key for case, _ in read_results(results)] if results.exists() else []
