@@ -41,7 +41,7 @@ from dataclasses import dataclass
 WINDOW = 5  # steps over which noise is pooled
 LEAST = 1e-6  # share of a value: a smaller difference is always accepted
 GRAD_NORM = "grad_norm"  # the series that is a sum over all weights
-SUM_ERRORS = 5.0  # largest difference of two orders of a sum, in multiples of the error that was measured at one step
+SUM_ERRORS = 3.0  # largest difference of two orders of a sum, in multiples of the error that was measured at two steps
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum", "step")  # kinds of optimiser tensors; all other tensors are weights
 
 
