@@ -29,11 +29,11 @@ from factory.training.certificate import CodeJudgement, PreflightPolicy
 from factory.training.preflight_noise import (
     GRAD_NORM,
     LEAST,
-    SUM_ERRORS,
     WINDOW,
     DistanceFromStraightRun,
     RoundingNoise,
     compute_early_excess,
+    estimate_order_effect,
     estimate_rounding_noise,
 )
 from kernels.contract.message import Message
@@ -98,6 +98,7 @@ class PreflightEvidence:
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
     rounding: Sequence[DistanceFromStraightRun] = ()
     sum_error: float = 0.0  # relative error of an fp32 norm of a tensor of this model, the largest
+    longest_sum: int = 0  # number of squares in the longest of these norms
     apart: Mapping[str, DistanceFromStraightRun] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
@@ -234,7 +235,7 @@ def find_first_difference_beyond_rounding(
     distance = evidence.apart[way.name]
     last = evidence.lead + evidence.steps - 1
     # Only ranks add up the squares of the gradients in another order.
-    explained = SUM_ERRORS * evidence.sum_error if way.ranks > 1 else 0.0
+    explained = estimate_order_effect(evidence.sum_error, evidence.longest_sum) if way.ranks > 1 else 0.0
     excess = compute_early_excess(noise, distance.series.get(GRAD_NORM, ()), explained)
 
     def compare(name: str, at: int, share: float, usual: float) -> DifferenceBeyondRounding | None:

@@ -24,7 +24,9 @@ Two limits come from the number format, because the nudged runs cannot show them
   direction, because the small addends lose their last bits. On a CPU, torch's norm of 131,072 values is too small by 3e-6, of 8 million by
   8e-4. No theory tells the order of a sum, so the error is measured: ``factory.runs.distance.measure_norm_error`` takes the norms of the straight
   run's first moments in fp32 and exactly. Measured at width 256: 1.2e-5 for one tensor, and two ranks differ by 5e-6, at single steps by 1.2e-5.
-  ``SUM_ERRORS`` times the error is allowed to the gradient norm of runs on several ranks, and to nothing else.
+  ``SUM_ERRORS`` times the error is allowed to the gradient norm of runs on several ranks, and to nothing else. A measured error can be small by
+  chance too. So at least sqrt(n) · 2^-24 is allowed: the error of a sum of n numbers, each addition of which is rounded by chance (Higham and Mary
+  2019, A new approach to probabilistic rounding error analysis, theorem 2.4), in a norm with a margin of two.
 
 Clipping divides every gradient by that norm, so a norm of other rounding (but within its limit) moves all moments and weights from the first
 step on. ``compute_early_excess`` says how many times the noise it is in the first steps. As differences grow alike, the noise of the later numbers
@@ -106,6 +108,15 @@ def estimate_rounding_noise(nudged: Sequence[DistanceFromStraightRun]) -> Roundi
         tensors,
         {kind: statistics.median(found) for kind, found in by_kind.items()},
     )
+
+
+def estimate_order_effect(sum_error: float, terms: int) -> float:
+    """Return how much two orders of an fp32 sum may change a norm, as a share. ``sum_error``: as measured. ``terms``: the number of squares.
+
+    >>> f"{estimate_order_effect(6e-7, 65536):.1e} {estimate_order_effect(1.2e-5, 131072):.1e}"
+    '1.5e-05 3.6e-05'
+    """
+    return max(SUM_ERRORS * sum_error, math.sqrt(terms) * 2.0**-24)
 
 
 def compute_early_excess(noise: RoundingNoise, grad_norm: Sequence[float], explained: float) -> float:

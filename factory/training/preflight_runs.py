@@ -218,6 +218,7 @@ def compare_preflight_runs(
         branch, straight = read_checkpoint(branch_checkpoint), trace_of(run)
         series, apart = read_metric_series(straight), {}
         sum_error = max(measure_sum_error(checkpoint.optimizer) for checkpoint in (branch, straight.final_checkpoint))
+        longest = max((held.numel() for held in branch.optimizer.values() if held.is_floating_point()), default=0)
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
             other, left = (
                 trace_of(run),
@@ -243,7 +244,13 @@ def compare_preflight_runs(
         return replace(evidence, failed={run: make_unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(
-        evidence, rounding=rounding, sum_error=sum_error, apart=apart, born_apart=born, replicas_apart=copies
+        evidence,
+        rounding=rounding,
+        sum_error=sum_error,
+        longest_sum=longest,
+        apart=apart,
+        born_apart=born,
+        replicas_apart=copies,
     )
 
 

@@ -176,6 +176,8 @@ def test_ranks_may_round_the_gradient_norm_as_wrongly_as_its_sum_and_no_other_wa
             10,
         )
     assert reason["allowed"] == pytest.approx(1e-6)
+    evidence = replace(beside(apart={"split": other_order}), longest_sum=131072)
+    assert judge_preflight(PreflightPolicy(), evidence).outcome == "promote", "sqrt(n) · 2^-24 is 2.2e-5"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "policies" / "recipes").glob("*.yaml")))
