@@ -22,17 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from factory.training.certificate import CodeJudgement, PreflightPolicy
 from factory.training.preflight_noise import (
-    EXCESS_DEVIATIONS,
     GRAD_NORM,
     LEAST,
+    WINDOW,
     DistanceFromStraightRun,
     RoundingNoise,
     compute_early_excess,
+    estimate_order_effect,
     estimate_rounding_noise,
 )
 from kernels.contract.message import Message
@@ -97,6 +98,7 @@ class PreflightEvidence:
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
     rounding: Sequence[DistanceFromStraightRun] = ()
     sum_error: float = 0.0  # relative error of an fp32 norm of a tensor of this model, the largest
+    longest_sum: int = 0  # number of squares in the longest of these norms
     apart: Mapping[str, DistanceFromStraightRun] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
@@ -231,29 +233,28 @@ def find_first_difference_beyond_rounding(
     Losses and norms come before tensors, which are those of the last step. Of several tensors the one that is furthest beyond its noise is returned.
     """
     distance = evidence.apart[way.name]
-    norm_error = (
-        evidence.sum_error if way.ranks > 1 else 0.0
-    )  # only ranks add up the squares of the gradients in another order
-    excess = compute_early_excess(noise, distance.series.get(GRAD_NORM, ()), norm_error)
-    least = {GRAD_NORM: max(LEAST, times * norm_error)}
+    last = evidence.lead + evidence.steps - 1
+    # Only ranks add up the squares of the gradients in another order.
+    explained = estimate_order_effect(evidence.sum_error, evidence.longest_sum) if way.ranks > 1 else 0.0
+    excess = compute_early_excess(noise, distance.series.get(GRAD_NORM, ()), explained)
 
-    def compare(name: str, step: int, share: float, usual: float) -> DifferenceBeyondRounding | None:
-        allowed = max(max(times, EXCESS_DEVIATIONS * excess) * usual, least.get(name, LEAST)) if times else 0.0
-        return None if share <= allowed else DifferenceBeyondRounding(name, step, share, usual, allowed)
+    def compare(name: str, at: int, share: float, usual: float) -> DifferenceBeyondRounding | None:
+        least = max(LEAST, explained) if name == GRAD_NORM else LEAST
+        allowed = max(times * usual * (1.0 if at < WINDOW else max(1.0, excess)), least) if times else 0.0
+        return None if share <= allowed else DifferenceBeyondRounding(name, evidence.lead + at, share, usual, allowed)
 
     series = [
         beyond
         for name, shares in distance.series.items()
         for at, share in enumerate(shares)
-        if (beyond := compare(name, evidence.lead + at, share, noise.series[name][at] if name in noise.series else 0.0))
+        if (beyond := compare(name, at, share, noise.series[name][at] if name in noise.series else 0.0))
     ]
     if series:
         return min(series, key=lambda beyond: beyond.step)
-    last = evidence.lead + evidence.steps - 1
     tensors = [
-        beyond
+        replace(beyond, step=last)
         for name, share in sorted(distance.tensors.items())
-        if (beyond := compare(name, last, share, noise.estimate_tensor_noise(name)))
+        if (beyond := compare(name, max(WINDOW, evidence.steps), share, noise.estimate_tensor_noise(name)))
     ]
     over = lambda beyond: math.inf if math.isnan(beyond.difference) else beyond.difference / max(beyond.rounding, LEAST)
     return max(tensors, key=over, default=None)

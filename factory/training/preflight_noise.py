@@ -19,10 +19,14 @@ Two limits come from the number format, because the nudged runs cannot show them
 
 - ``LEAST``: metrics are fp32 numbers. A loss or norm that is itself rounded differs by some units in the last place (2^-23 = 1.2e-7) where the
   nudged runs happen to agree to the bit.
-- ``sum_error``: the gradient norm is a sum of as many squares as there are weights. Ranks that split the weights add it up in shorter parts, and
-  a sum of n positive fp32 numbers is wrong by up to n · 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., §4.2), in
-  one direction, because the small addends lose their last bits. On a CPU, torch's norm of 131,072 values is too small by 3e-6, of 8 million by
-  8e-4. That is measured: ``measure_sum_error`` adds up the squares of the straight run's moments in fp32 and exactly.
+- ``sum_error``: the gradient norm is a sum of as many squares as there are weights. Ranks that split the weights add it up in shorter parts. A sum
+  of n positive fp32 numbers is wrong by up to n · 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., §4.2), and in one
+  direction, because the small addends lose their last bits. On a CPU, torch's norm of 131,072 values is too small by 3e-6, of 8 million by
+  8e-4. No theory tells the order of a sum, so the error is measured: ``factory.runs.distance.measure_norm_error`` takes the norms of the straight
+  run's first moments in fp32 and exactly. Measured at width 256: 1.2e-5 for one tensor, and two ranks differ by 5e-6, at single steps by 1.2e-5.
+  ``SUM_ERRORS`` times the error is allowed to the gradient norm of runs on several ranks, and to nothing else. A measured error can be small by
+  chance too. So at least sqrt(n) · 2^-24 is allowed: the error of a sum of n numbers, each addition of which is rounded by chance (Higham and Mary
+  2019, A new approach to probabilistic rounding error analysis, theorem 2.4), in a norm with a margin of two.
 
 Clipping divides every gradient by that norm, so a norm of other rounding (but within its limit) moves all moments and weights from the first
 step on. ``compute_early_excess`` says how many times the noise it is in the first steps. As differences grow alike, the noise of the later numbers
@@ -39,7 +43,7 @@ from dataclasses import dataclass
 WINDOW = 5  # steps over which noise is pooled
 LEAST = 1e-6  # share of a value: a smaller difference is always accepted
 GRAD_NORM = "grad_norm"  # the series that is a sum over all weights
-EXCESS_DEVIATIONS = 3.0  # standard deviations of a difference whose scale is known
+SUM_ERRORS = 3.0  # largest difference of two orders of a sum, in multiples of the error that was measured at two steps
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum", "step")  # kinds of optimiser tensors; all other tensors are weights
 
 
@@ -106,16 +110,24 @@ def estimate_rounding_noise(nudged: Sequence[DistanceFromStraightRun]) -> Roundi
     )
 
 
-def compute_early_excess(noise: RoundingNoise, grad_norm: Sequence[float], sum_error: float) -> float:
-    """Return how many times the noise a run's gradient norm differs in the first ``WINDOW`` steps, as far as ``sum_error`` explains it.
+def estimate_order_effect(sum_error: float, terms: int) -> float:
+    """Return how much two orders of an fp32 sum may change a norm, as a share. ``sum_error``: as measured. ``terms``: the number of squares.
+
+    >>> f"{estimate_order_effect(6e-7, 65536):.1e} {estimate_order_effect(1.2e-5, 131072):.1e}"
+    '1.5e-05 3.6e-05'
+    """
+    return max(SUM_ERRORS * sum_error, math.sqrt(terms) * 2.0**-24)
+
+
+def compute_early_excess(noise: RoundingNoise, grad_norm: Sequence[float], explained: float) -> float:
+    """Return how many times the noise a run's gradient norm differs in the first ``WINDOW`` steps. What is more than ``explained`` does not count.
 
     >>> noise = RoundingNoise({}, {"grad_norm": 2e-7}, {}, {})
-    >>> round(compute_early_excess(noise, [5e-6] * 9, sum_error=3e-6)), round(compute_early_excess(noise, [5e-3] * 9, sum_error=3e-6))
+    >>> round(compute_early_excess(noise, [5e-6] * 9, explained=9e-6)), round(compute_early_excess(noise, [5e-3] * 9, explained=9e-6))
     (25, 45)
     """
     own, usual = math.sqrt(_mean([share * share for share in grad_norm[:WINDOW]])), noise.early.get(GRAD_NORM, 0.0)
-    explained = min(own, EXCESS_DEVIATIONS * sum_error)
-    return explained / usual if usual > 0 and math.isfinite(explained) else 0.0
+    return min(own, explained) / usual if usual > 0 else 0.0
 
 
 def find_tensor_kind(tensor: str) -> str:

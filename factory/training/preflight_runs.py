@@ -21,6 +21,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
 from factory.runs.arm_runner import ArmRunner
 from factory.runs.distance import (
+    Tensors,
     compute_relative_differences,
     find_different_weights,
     measure_checkpoint_distance,
@@ -214,12 +215,10 @@ def compare_preflight_runs(
     """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
-        begun, straight = read_checkpoint(branch_checkpoint).model, trace_of(run)
+        branch, straight = read_checkpoint(branch_checkpoint), trace_of(run)
         series, apart = read_metric_series(straight), {}
-        moments = straight.final_checkpoint.optimizer
-        sum_error = measure_norm_error(
-            {name: moments[name] for name in moments if find_tensor_kind(name) in FIRST_MOMENTS}
-        )
+        sum_error = max(measure_sum_error(checkpoint.optimizer) for checkpoint in (branch, straight.final_checkpoint))
+        longest = max((held.numel() for held in branch.optimizer.values() if held.is_floating_point()), default=0)
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
             other, left = (
                 trace_of(run),
@@ -230,7 +229,7 @@ def compare_preflight_runs(
             apart[run] = DistanceFromStraightRun(
                 shares,
                 measure_checkpoint_distance(
-                    straight.final_checkpoint, other.final_checkpoint, begun, left
+                    straight.final_checkpoint, other.final_checkpoint, branch.model, left
                 ).list_relative_distances_by_tensor(),
             )
         born: dict[str, list[str]] = {}
@@ -245,7 +244,20 @@ def compare_preflight_runs(
         return replace(evidence, failed={run: make_unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(
-        evidence, rounding=rounding, sum_error=sum_error, apart=apart, born_apart=born, replicas_apart=copies
+        evidence,
+        rounding=rounding,
+        sum_error=sum_error,
+        longest_sum=longest,
+        apart=apart,
+        born_apart=born,
+        replicas_apart=copies,
+    )
+
+
+def measure_sum_error(optimizer: Tensors) -> float:
+    """Return the largest error of an fp32 norm among the first moments, whose elements scatter as those of the gradient do."""
+    return measure_norm_error(
+        {name: held for name, held in optimizer.items() if find_tensor_kind(name) in FIRST_MOMENTS}
     )
 
 

@@ -16,6 +16,7 @@ from factory.runs.distance import (
     find_value_differences,
     have_same_bits,
     measure_checkpoint_distance,
+    measure_norm_error,
     measure_tensor_distances,
     measure_tensor_norms,
     save_perturbed_checkpoint,
@@ -140,3 +141,11 @@ def test_recorded_values_that_differ_have_the_expected_distances(
     assert [far.relative_distance for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [
         math.inf
     ]
+
+
+def test_the_error_of_a_norm_is_that_of_the_tensor_whose_fp32_sum_is_the_most_wrong() -> None:
+    exact = {"ones": torch.ones(1 << 12), "steps": torch.tensor(3), "empty": torch.zeros(0), "nothing": torch.zeros(8)}
+    assert measure_norm_error(exact) == 0.0
+    assert measure_norm_error(exact | {"lost": torch.tensor([1.0, math.nan])}) == 0.0
+    long = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
+    assert 2.0**-26 < measure_norm_error({"ones": torch.ones(4), "long": long}) < (1 << 20) * 2.0**-24, "Higham's bound"

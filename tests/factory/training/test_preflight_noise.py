@@ -99,6 +99,6 @@ def test_a_tensor_that_moved_by_chance_by_almost_nothing_has_the_noise_of_its_ki
 
 def test_an_excess_is_explained_only_as_far_as_sums_of_the_number_format_are_wrong() -> None:
     noise = estimate_rounding_noise([DistanceFromStraightRun({"grad_norm": [1e-7] * STEPS}, {})] * 4)
-    compute = lambda share, error: compute_early_excess(noise, [share] * STEPS, error)
-    assert compute(4e-6, 3e-6) == pytest.approx(40) and compute(4e-3, 3e-6) == pytest.approx(90)
+    compute = lambda share, explained: compute_early_excess(noise, [share] * STEPS, explained)
+    assert compute(4e-6, 9e-6) == pytest.approx(40) and compute(4e-3, 9e-6) == pytest.approx(90)
     assert compute(4e-6, 0.0) == 0.0
