@@ -183,16 +183,19 @@ def iterate_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass
 class LinesMemory:
-    """Adds up the memory that the parsed lines of a JSON Lines file need, so that it stays a small multiple of the file's length."""
+    """Adds up the memory that the parsed lines of a JSON Lines file need, so that it stays a small multiple of the file's length.
 
-    kept: int = 0
+    Lines that a reader does not keep count too, which also bounds the time that a file of many short lines takes.
+    """
+
+    needed: int = 0
     read: int = 0
 
-    def keep(self, line: bytes) -> None:
-        """Count a line. Raises: ValueError if the lines so far need too much memory."""
-        self.kept += LINE_MEMORY + estimate_json_memory(line)
+    def add(self, line: bytes) -> None:
+        """Add a line before it is parsed. Raises: ValueError if the lines so far need too much memory."""
+        self.needed += LINE_MEMORY + estimate_json_memory(line)
         self.read += len(line)
-        if self.kept > FLOOR + FACTOR * self.read:
+        if self.needed > FLOOR + FACTOR * self.read:
             raise ValueError("its lines have too many values for their length")
 
 

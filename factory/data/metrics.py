@@ -20,6 +20,10 @@ def read_metrics(row: SegmentRow) -> list[dict[str, Any]]:
         with open_regular_file(Path(row.folder) / "metrics.jsonl") as file:
             for line in iterate_lines(file):
                 try:
+                    memory.add(line)
+                except ValueError:
+                    break
+                try:
                     one = parse_json(line)
                     if (
                         row.first_step <= one["step"] < row.last_step
@@ -29,10 +33,6 @@ def read_metrics(row: SegmentRow) -> list[dict[str, Any]]:
                         found[one["step"]] = one
                 except (ValueError, KeyError, TypeError):
                     continue
-                try:
-                    memory.keep(line)
-                except ValueError:
-                    break
     except OSError:
         return []
     return [found[step] for step in sorted(found)]

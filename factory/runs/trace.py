@@ -242,6 +242,10 @@ def read_step_lines_in_open_folder(folder: int, name: str) -> list[dict[str, Any
             if read > LOG_BYTES:  # it grew since it was opened
                 break
             try:
+                memory.add(line)
+            except ValueError as error:
+                raise make_unreadable_file_error(name, error) from None
+            try:
                 record = parse_json(line)
             except ValueError:
                 raise UntrustedFileError(
@@ -249,10 +253,6 @@ def read_step_lines_in_open_folder(folder: int, name: str) -> list[dict[str, Any
                 ) from None
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise UntrustedFileError("runs.line_without_step", "{file} has a line without a step", file=name)
-            try:
-                memory.keep(line)
-            except ValueError as error:
-                raise make_unreadable_file_error(name, error) from None
             found.append(record)
     return found
 

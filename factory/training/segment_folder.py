@@ -226,9 +226,9 @@ def read_anomalies(folder: Path, row: SegmentRow) -> list[dict[str, Any]]:
     try:
         with open_regular_file(path) as file:
             for line in iterate_lines(file):
+                memory.add(line)
                 if line.strip():
                     found.append(_anomaly(line, path, row))
-                    memory.keep(line)
     except (OSError, ValueError) as error:
         if is_machine_fault_unrelated_to_files(error):
             raise

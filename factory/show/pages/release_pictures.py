@@ -142,8 +142,11 @@ def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
         with open_regular_file(path) as file:
             for line in iterate_lines(file):
                 try:
+                    memory.add(line)
+                except ValueError:
+                    break
+                try:
                     row = parse_json(line)
-                    memory.keep(line)
                     losses = {"all": float(row["loss"])}
                     losses |= {k.removeprefix("loss/"): float(v) for k, v in row.items() if k.startswith("loss/")}
                     found[float(row["step"])] = losses
