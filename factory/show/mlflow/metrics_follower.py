@@ -104,9 +104,10 @@ class MetricsFollower:
                 data = file.read(LINE_BYTES)
         except FileNotFoundError:
             return []
-        if len(data) == LINE_BYTES and b"\n" not in data:
-            return [data]
-        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        whole = data if len(data) == LINE_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+        if b'"step"' not in whole:  # no metrics: it counts as one line, since millions of empty ones would take long
+            return [whole] if whole else []
+        return whole.splitlines(keepends=True)
 
     def _log(self, lines: list[bytes]) -> int:
         from mlflow.entities import Metric
@@ -188,8 +189,6 @@ def clean_metric_key(name: str) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """One row of metrics, or None for an invalid line, such as a torn write."""
-    if b'"step"' not in line:  # parsing millions of short lines would take long
-        return None
     try:
         row = parse_json(line)
     except ValueError:

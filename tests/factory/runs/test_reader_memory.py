@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.reader_memory import MIB, READERS, measure_growth
 
-SIZE = 12 * MIB
-MOST = 140.0  # MiB: the floor of 32, eight times the file, and what parsing holds for a moment
+SIZE = 8 * MIB
+MOST = 110.0  # MiB: the floor of 32, eight times the file, and what parsing holds for a moment
 
 
 def fill(unit: str, before: str = "", after: str = "") -> bytes:
