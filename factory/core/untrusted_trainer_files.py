@@ -12,15 +12,20 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_unrelated_to_files
 from kernels.contract.message import Message
+from trainer.contract.bounded_json import FACTOR, FLOOR, estimate_json_memory, refuse_costly_json, refuse_deep_json
 
 DEPTH = 8  # most levels of nested folders: a checkpoint has two, a checkpoint of a certificate's runs five
-JSON_BYTES = 64 << 20  # size of the largest JSON file that is read
+JSON_BYTES = 16 << 20  # size of the largest JSON file that is read
+LINE_BYTES = 1 << 20  # length of the longest line of a JSON Lines file
+LINE_MEMORY = 256  # bytes for the dict of a line
 DIGITS = 18  # most digits of an integer: SQLite stores no more
 HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
@@ -79,7 +84,7 @@ def read_text(path: Path) -> str:
         if is_machine_fault_unrelated_to_files(error):
             raise
         why = Message.from_json(error.args[0] if error.args and isinstance(error.args[0], Message) else str(error))
-    raise _unreadable(path, why)
+    raise make_unreadable_error(path, why)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -87,15 +92,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object_of_file(read_text(path), path)
 
 
-def parse_json_object_of_file(text: str, path: Path) -> dict[str, Any]:
+def parse_json_object_of_file(text: str | bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object in ``text``, which was read from the file ``path``. Raises: SegmentError."""
     try:
         return parse_json_object(text)
     except ValueError as error:
-        raise _unreadable(path, str(error)[:300]) from None
+        raise make_unreadable_error(path, str(error)[:300]) from None
 
 
-def _unreadable(path: Path, why: str) -> SegmentError:
+def make_unreadable_error(path: Path, why: str) -> SegmentError:
+    """Return the error for a file that cannot be read."""
     return SegmentError("untrusted_trainer_files.unreadable", "{path} cannot be read: {why}", path=path, why=why)
 
 
@@ -134,21 +140,63 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the JSON value in ``text``.
+    """Return the JSON value in ``text``. It needs memory of at most a small multiple of the text's length (``trainer.contract.bounded_json``).
 
-    Raises: ValueError, also for integers of more than 18 digits, halves of surrogate pairs and deep nesting.
+    Raises: ValueError, also for integers of more than 18 digits, halves of surrogate pairs, deep nesting and too many values.
 
     >>> parse_json('{"loss": 2.5}')
     {'loss': 2.5}
     """
+    refuse_costly_json(text)
     try:
         text = text.decode() if isinstance(text, bytes) else text
         found = json.loads(text, parse_int=_integer)
-        if HALF_PAIR.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    refuse_deep_json(found)
+    if HALF_PAIR.search(text):
+        _refuse_half_pairs(found)
     return found
+
+
+def _refuse_half_pairs(found: Any) -> None:
+    """Raises: UnicodeEncodeError, which is a ValueError, for a string that no UTF-8 text can have."""
+    pending = [found]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            one.encode()
+        elif isinstance(one, dict):
+            pending += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            pending += one
+
+
+def iterate_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file without their ends. Of a line that is longer than ``LINE_BYTES`` only the beginning is yielded, which is no JSON."""
+    whole = True
+    while line := file.readline(LINE_BYTES):
+        if whole:
+            yield line.rstrip(b"\r\n")
+        whole = line.endswith(b"\n")
+
+
+@dataclass
+class LinesMemory:
+    """Adds up the memory that the parsed lines of a JSON Lines file need, so that it stays a small multiple of the file's length.
+
+    Lines that a reader does not keep count too, which also bounds the time that a file of many short lines takes.
+    """
+
+    needed: int = 0
+    read: int = 0
+
+    def add(self, line: bytes) -> None:
+        """Add a line before it is parsed. Raises: ValueError if the lines so far need too much memory."""
+        self.needed += LINE_MEMORY + estimate_json_memory(line)
+        self.read += len(line)
+        if self.needed > FLOOR + FACTOR * self.read:
+            raise ValueError("its lines have too many values for their length")
 
 
 def _integer(text: str) -> int:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from factory.sandbox.filesystem_view import make_cache_variables
 from factory.sandbox.live_sandbox import RunningCommand
 from kernels.contract.message import Message
 from trainer.contract import stopping
+
+OUTPUT_BYTES, ERROR_LINES = 16 << 20, 1000  # of a tool's standard output and error, the last that are kept
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class LiveCode:
     ) -> subprocess.CompletedProcess[str]:
         """Run ``python`` with ``words``, and wait for its end. ``on_line`` gets each line of its standard error.
 
+        Of a long output only the end is returned.
+
         A process that hangs or exceeds a limit of the sandbox is killed, and the last line of its standard error then says so.
 
         Raises: IsolationError.
@@ -123,14 +128,14 @@ class LiveCode:
                 stdout=out,
                 stderr=subprocess.PIPE,
             )
-            errors = []
+            errors = deque[str](maxlen=ERROR_LINES)
             try:
                 with kill_when_idle(process.pid, self.hung_seconds) as killed:
                     for line in process.read_error_lines():
                         on_line(line)
                         errors.append(line)
                     process.wait()
-                errors += [f"{line}\n" for line in killed]
+                errors.extend(f"{line}\n" for line in killed)
                 if process.returncode and process.exceeded_limit:
                     errors.append(
                         f"{Message('runs.tool_over_limit', 'the command {limit}', limit=process.exceeded_limit)}\n"
@@ -139,14 +144,13 @@ class LiveCode:
                 raise IsolationError(
                     "runs.not_run",
                     "{error}: {line}",
-                    error=error.message, line=(errors or [""])[-1].strip(),
+                    error=error.message, line=errors[-1].strip() if errors else "",
                 ) from None  # fmt: skip
             finally:
                 process.kill()
-            out.seek(0)
-            return subprocess.CompletedProcess(
-                words, process.returncode or 0, out.read().decode(errors="replace"), "".join(errors)
-            )
+            out.seek(max(0, out.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+            said = out.read(OUTPUT_BYTES).decode(errors="replace")
+            return subprocess.CompletedProcess(words, process.returncode or 0, said, "".join(errors))
 
 
 def decide_live_code_isolation(plant: Plant) -> tuple[bool, str]:

@@ -16,12 +16,14 @@ from typing import Any
 
 from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_unrelated_to_files
-from factory.core.untrusted_trainer_files import parse_json, read_json_object
+from factory.core.untrusted_trainer_files import LinesMemory, iterate_lines, parse_json, read_json_object
 from factory.runs.trainer_folder import read_result
 from factory.runs.untrusted_files import (
     UntrustedFileError,
     make_missing_file_error,
     make_not_regular_file_error,
+    make_unreadable_file_error,
+    open_untrusted_file,
     parse_untrusted_json_object,
     read_bytes,
 )
@@ -30,8 +32,8 @@ from trainer.contract.checkpoint.format import Checkpoint, Tensors
 from trainer.contract.errors import TrainerError
 from trainer.contract.lora import AdaptRecipe, merge_lora
 
-LOG_BYTES = 1 << 30
-JSON_BYTES = 1 << 26  # the largest state.json of a checkpoint
+LOG_BYTES = 1 << 28
+JSON_BYTES = 1 << 24  # the largest state.json of a checkpoint
 HEADER_BYTES = 1 << 20  # the largest header with names of tensors and files
 
 Series = list[float | None]  # a value per step; None: not finite, or missing
@@ -231,16 +233,27 @@ def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def read_step_lines_in_open_folder(folder: int, name: str) -> list[dict[str, Any]]:
     """Do the same as ``read_step_lines`` for a folder that is given as a descriptor."""
-    stored = read_bytes(folder, (name,), LOG_BYTES) if name in os.listdir(folder) else b""
-    found = []
-    for line in stored.splitlines():
-        try:
-            record = parse_json(line)
-        except ValueError:
-            raise UntrustedFileError("runs.line_not_json", "{file} has a line that is not JSON", file=name) from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise UntrustedFileError("runs.line_without_step", "{file} has a line without a step", file=name)
-        found.append(record)
+    if name not in os.listdir(folder):
+        return []
+    found, memory, read = list[dict[str, Any]](), LinesMemory(), 0
+    with open_untrusted_file(folder, (name,), LOG_BYTES) as file:
+        for line in iterate_lines(file):
+            read += len(line)
+            if read > LOG_BYTES:  # it grew since it was opened
+                break
+            try:
+                memory.add(line)
+            except ValueError as error:
+                raise make_unreadable_file_error(name, error) from None
+            try:
+                record = parse_json(line)
+            except ValueError:
+                raise UntrustedFileError(
+                    "runs.line_not_json", "{file} has a line that is not JSON", file=name
+                ) from None
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise UntrustedFileError("runs.line_without_step", "{file} has a line without a step", file=name)
+            found.append(record)
     return found
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -70,6 +71,13 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
 
     Raises: UntrustedFileError; OSError for a fault of the machine.
     """
+    with open_untrusted_file(folder, parts, limit) as file:
+        return file.read(limit + 1)[:limit]
+
+
+@contextmanager
+def open_untrusted_file(folder: int, parts: Sequence[str], limit: int) -> Iterator[BinaryIO]:
+    """Open a file as ``read_bytes`` does, and close it after the block. An error of the block's reads is raised in the same way."""
     opened: list[int] = []
     try:
         inner = folder
@@ -88,7 +96,7 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
                 file=parts[-1], size=status.st_size, limit=limit,
             )  # fmt: skip
         with os.fdopen(os.dup(handle), "rb") as file:
-            return file.read(limit + 1)[:limit]
+            yield file
     except OSError as error:
         leased = isinstance(error, BlockingIOError)  # the candidate may hold a lease on the file
         if is_machine_fault_unrelated_to_files(error) and not leased:

@@ -35,6 +35,7 @@ PASSED_PREFIXES = (
     "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
 )  # fmt: skip
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
+LINE_BYTES = 64 << 10
 NOTHING = [sys.executable, "-I", "-S", "-c", ""]
 
 
@@ -123,10 +124,10 @@ class RunningCommand:
         self._links.close()
 
     def read_error_lines(self) -> Iterator[str]:
-        """Yield the lines of the command's standard error, which must be a pipe, until the command closes it."""
+        """Yield the lines of the command's standard error, which must be a pipe, until the command closes it. A long line comes in pieces."""
         assert self.process.stderr is not None
         with self.process.stderr as pipe:
-            for line in pipe:
+            for line in iter(lambda: pipe.readline(LINE_BYTES), b""):
                 yield line.decode(errors="replace")
 
 

@@ -71,10 +71,10 @@ def assemble_filter(machine: str = platform.machine()) -> bytes:
     for numbers in (CLONE3, OPENAT2):
         code += [(JUMP_EQ, 0, 1, numbers[column]), (RETURN, 0, 0, DENY | errno.ENOSYS)]
     code += _deny_bits(CLONE[column], 0, NEW_NAMESPACES)
-    for name, (*numbers, mode) in MODES.items():
-        code += _deny_bits(numbers[column], mode, SET_ID | (DEVICE if name.startswith("mknod") else 0))
-    for *numbers, mode in OPENS.values():
-        code += _deny_bits(numbers[column], mode, SET_ID, unless_lacks=(mode - 1, NEW_FILE))
+    for name, (x86_64, aarch64, mode) in MODES.items():
+        code += _deny_bits((x86_64, aarch64)[column], mode, SET_ID | (DEVICE if name.startswith("mknod") else 0))
+    for x86_64, aarch64, mode in OPENS.values():
+        code += _deny_bits((x86_64, aarch64)[column], mode, SET_ID, unless_lacks=(mode - 1, NEW_FILE))
     code += [(JUMP_EQ, 0, 2 + len(FAMILIES), SOCKET[column]), (LOAD, 0, 0, FIRST_ARGUMENT)]
     code += [(JUMP_EQ, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
     code += [(RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]

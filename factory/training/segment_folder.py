@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
+from factory.core.faults import is_machine_fault_unrelated_to_files
 from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, find_failure_line
-from factory.core.untrusted_trainer_files import parse_json_object_of_file, read_json_object, read_tail, read_text
+from factory.core.untrusted_trainer_files import (
+    LinesMemory,
+    iterate_lines,
+    make_unreadable_error,
+    open_regular_file,
+    parse_json_object_of_file,
+    read_json_object,
+    read_tail,
+    read_text,
+)
 from factory.ledger.anomalies import REPLICAS_DIFFER
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record_event, segments
 from factory.ledger.plant import Plant
@@ -189,7 +199,7 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
         read_manifest(path)
     except CheckpointError as error:
         raise SegmentError(error.message) from None
-    found = [_anomaly(line, folder / "anomalies.jsonl", row) for line in _lines(folder / "anomalies.jsonl")]
+    found = read_anomalies(folder, row)
     if names := result.get("replicas_apart"):
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
         found.append({"step": row.last_step - 1, "kind": REPLICAS_DIFFER, "weights": weights})
@@ -207,11 +217,26 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
         )
 
 
-def _lines(path: Path) -> list[str]:
-    return [line for line in read_text(path).splitlines() if line.strip()] if path.exists() else []
+def read_anomalies(folder: Path, row: SegmentRow) -> list[dict[str, Any]]:
+    """Return the anomalies that a segment's trainer listed; none without the file. Raises: SegmentError."""
+    path = folder / "anomalies.jsonl"
+    found, memory = list[dict[str, Any]](), LinesMemory()
+    if not path.exists():
+        return found
+    try:
+        with open_regular_file(path) as file:
+            for line in iterate_lines(file):
+                memory.add(line)
+                if line.strip():
+                    found.append(_anomaly(line, path, row))
+    except (OSError, ValueError) as error:
+        if is_machine_fault_unrelated_to_files(error):
+            raise
+        raise make_unreadable_error(path, str(error)) from None
+    return found
 
 
-def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
+def _anomaly(line: bytes, path: Path, row: SegmentRow) -> dict[str, Any]:
     """The anomaly in a line of a file. Raises: SegmentError, also if no diagnosis could find the step, because it is outside the segment."""
     found = parse_json_object_of_file(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):

@@ -19,6 +19,7 @@ from factory.computing.tuned_kernels import KERNELS, find_tuning, get_tuning_pat
 from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
+from factory.core.untrusted_trainer_files import parse_json_object
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live_code, get_live_commit
 from factory.ledger.ledger import Ledger
@@ -95,7 +96,10 @@ def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECO
             code=done.returncode,
             why=why,
         )
-    found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
+    found = parse_json_object(done.stdout[done.stdout.rstrip().rfind("\n") + 1 :]) | {
+        "recipe": recipe.name,
+        "at": time.time(),
+    }
     path = get_tuning_path(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(found, indent=1))

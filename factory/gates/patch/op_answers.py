@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from agents.core.untrusted import fold_to_one_line
 from factory.core import devices
+from factory.core.untrusted_trainer_files import parse_json
 from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.stage_interface import (
@@ -210,7 +211,7 @@ def read_executed_code(folder: int) -> ExecutedCode:
     """Return the driver's record of executed code. An unreadable record counts as empty, which holds the patch."""
     found = ExecutedCode()
     with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        found.add_record(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
+        found.add_record(parse_json(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
     return found
 
 

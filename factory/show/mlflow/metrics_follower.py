@@ -5,10 +5,11 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.core.untrusted_trainer_files import open_regular_file, parse_json
+from factory.core.untrusted_trainer_files import LINE_BYTES, open_regular_file, parse_json
 from factory.core.workspace import Workspace
 from factory.show.mlflow.outages import show_unless_outage
 from factory.show.mlflow.store import check_store_writable, convert_mlflow_errors
@@ -23,7 +24,8 @@ LOSS = "loss/all"
 # The metrics of an evaluation that decide a verdict. MLflow's tables of a run and of a comparison show them in this order.
 DECIDING_METRICS = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
 METRICS_PER_BATCH = 1000  # MLflow's own limit
-BYTES_AT_ONCE = 16 << 20  # most bytes that one call of ``poll`` reads
+METRICS_OF_STEP = 10_000  # most metrics of one step that are logged
+BYTES_AT_ONCE = 16 << 20  # about the most bytes that one call of ``poll`` reads
 
 
 class MetricsFollower:
@@ -74,11 +76,11 @@ class MetricsFollower:
         return 0
 
     def _poll(self) -> int:
-        lines = self._new_lines()
-        if not lines:
-            return 0
-        self._begin()
-        return self._log(lines)
+        logged, began = 0, self._offset
+        while self._offset < began + BYTES_AT_ONCE and (lines := self._new_lines()):
+            self._begin()
+            logged += self._log(lines)
+        return logged
 
     def _begin(self) -> int:
         check_store_writable(self._workspace)
@@ -89,17 +91,23 @@ class MetricsFollower:
         return 0
 
     def _new_lines(self) -> list[bytes]:
-        """The whole lines after the offset, with their newlines. A half-written last line is left for the next poll."""
+        """The next whole lines after the offset, with their newlines. A half-written last line is left for the next poll.
+
+        A line of more than ``LINE_BYTES`` is passed over in pieces, none of which is JSON.
+        """
         try:
             with open_regular_file(self.path) as file:
                 file.seek(self._offset - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:
                     self._offset, self._tail = 0, b""
                     file.seek(0)
-                data = file.read(BYTES_AT_ONCE)
+                data = file.read(LINE_BYTES)
         except FileNotFoundError:
             return []
-        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        whole = data if len(data) == LINE_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+        if b'"step"' not in whole:  # no metrics: it counts as one line, since millions of empty ones would take long
+            return [whole] if whole else []
+        return whole.splitlines(keepends=True)
 
     def _log(self, lines: list[bytes]) -> int:
         from mlflow.entities import Metric
@@ -114,11 +122,10 @@ class MetricsFollower:
             if row is not None and row["step"] > newest:
                 newest = row["step"]
                 at = _milliseconds(row.get("time"))
-                values = {k: v for k, v in row.items() if k not in ("step", "time")}
-                batch += [
-                    Metric(key, value, at, newest)
-                    for key, value in rename_training_metrics(flatten_numbers(values)).items()
-                ]
+                values = rename_training_metrics(
+                    flatten_numbers({k: v for k, v in row.items() if k not in ("step", "time")})
+                )
+                batch += [Metric(key, value, at, newest) for key, value in islice(values.items(), METRICS_OF_STEP)]
                 steps += 1
             room = METRICS_PER_BATCH - len(batch)
             if index == len(lines) - 1 or room < 64:

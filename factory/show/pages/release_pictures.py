@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.pages import make_svg_file_text
+from factory.core.untrusted_trainer_files import LinesMemory, iterate_lines, open_regular_file, parse_json
 from factory.evals.statistics import compare_items, read_confidence_interval
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
@@ -137,11 +137,16 @@ def _losses(lineage: list[SegmentRow]) -> dict[str, list[tuple[float, float]]]:
 def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
     """(step, losses by domain) of a metrics.jsonl, from the last line of each step. Unreadable lines are left out."""
     found: dict[float, dict[str, float]] = {}
+    memory = LinesMemory()
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
+        with open_regular_file(path) as file:
+            for line in iterate_lines(file):
                 try:
-                    row = json.loads(line)
+                    memory.add(line)
+                except ValueError:
+                    break
+                try:
+                    row = parse_json(line)
                     losses = {"all": float(row["loss"])}
                     losses |= {k.removeprefix("loss/"): float(v) for k, v in row.items() if k.startswith("loss/")}
                     found[float(row["step"])] = losses

@@ -22,9 +22,11 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.runs.live_code import LiveCode, decide_live_code_isolation
 from factory.runs.trainer_folder import read_result
+from factory.sandbox import cgroup
+from factory.sandbox.live_limits import LiveLimits
 from factory.training.training import read_last_metrics
 from tests.support.factory.code_loop import make_target
-from tests.support.messages import refused
+from tests.support.messages import codes, refused, tree
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
 from trainer.contract.checkpoint.format import format_checkpoint_name
 
@@ -217,3 +219,28 @@ def test_a_result_of_another_segment_is_refused(tmp_path: Path, result: str, say
     (tmp_path / "result.json").write_text(result.replace("CHECKPOINTS", str(tmp_path / "checkpoints")))
     with pytest.raises(SegmentError, match=says):
         read_result(tmp_path, 5)
+
+
+BOMB = """
+    import os, time
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.01)
+"""
+
+
+def test_a_trainer_that_forks_without_end_ends_its_segment_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cgroup.make_control_groups(10) as groups:
+        if not groups.limits_tasks:
+            pytest.skip("no control group can be made here: without one, a bomb fills this machine for a moment")
+    limits = replace(LiveLimits.of_this_machine(), tasks=200)
+    monkeypatch.setattr(LiveLimits, "of_this_machine", classmethod(lambda cls: limits))
+    code = make_target(tmp_path / "code")
+    commit_edit(code, "trainer/segment.py", BEFORE, BOMB + BEFORE)
+    with pytest.raises(SegmentError) as raised:
+        fill(lenient_plant(tmp_path, code))
+    assert "sandbox.live_tasks" in codes(tree(raised.value.message)), raised.value

@@ -37,6 +37,7 @@ from torch import Tensor
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
 from models.files.safetensors_file import TORCH_NAMES, Layout, iterate_safetensors
+from trainer.contract.bounded_json import parse_bounded_json, read_bounded_json
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import ERRORS_OF_NO_FILE, CheckpointError
 
@@ -249,7 +250,7 @@ def make_hash_mismatch_fault(file: Path) -> Message:
 def read_checkpoint_state(path: Path) -> dict[str, Any]:
     """The contents of state.json. Raises: CheckpointError; OSError as ``find_checkpoint_fault``."""
     try:
-        return dict(json.loads((path / "state.json").read_bytes()))
+        return dict(read_bounded_json(path / "state.json"))
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, OSError) and error.errno in ERRORS_OF_NO_FILE:
             raise
@@ -325,7 +326,7 @@ def _iterate_from(
     missing: dict[str, int] = {}  # elements; 0: yielded
     for name in files:
         with _damage_named(path / name), safetensors.safe_open(str(path / name), framework="pt") as file:
-            parts = json.loads((file.metadata() or {}).get(REGIONS, "{}"))
+            parts = parse_bounded_json((file.metadata() or {}).get(REGIONS, "{}"))
             for key in file.keys() if only is None else [only]:  # noqa: SIM118 - no mapping
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
@@ -378,7 +379,7 @@ def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Reg
 def read_manifest(path: Path) -> dict[str, Any]:
     """The contents of manifest.json. Raises: CheckpointError; OSError as ``find_checkpoint_fault``."""
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = read_bounded_json(path / "manifest.json")
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
     except OSError as error:
         if error.errno in ERRORS_OF_NO_FILE:

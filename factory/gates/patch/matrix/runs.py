@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from factory.core.untrusted_trainer_files import parse_json
 from factory.gates.patch.execution_recorder import RECORDER_FILE, WATCH_FILE, ExecutedCode
 from factory.gates.patch.matrix.cases import (
     BASE,
@@ -300,7 +301,7 @@ def _run_lane(
             found.failed, found.out_of_time = result.describe_ending(), result.timed_out
             return found
         for rank in range(ranks):
-            left = json.loads(read_bytes(descriptor, [f"rank-{rank}.json"], NOTES_BYTES))
+            left = parse_json(read_bytes(descriptor, [f"rank-{rank}.json"], NOTES_BYTES))
             found.executed.add_record(left["executed"])
             if rank == 0:
                 codes = dict(zip(wanted, left["codes"], strict=True))
