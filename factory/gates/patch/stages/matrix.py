@@ -105,6 +105,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         cases, tools = [one for one in every if one.name in undecided], ()
         if not cases:
             break
+        sized = sized if any(one.drawn_domains for one in cases) else None
     if same < runs and not rounds:
         return StageResult(make_failed_evidence(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):

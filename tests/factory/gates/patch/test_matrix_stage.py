@@ -146,7 +146,8 @@ def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
     """The test supplies the results of the runs, because no data can be chosen on which rounding decides nothing."""
     cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
 
-    def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
+    def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any, sized: Any) -> Any:
+        assert sized is None
         drawn.append("".join(case.name for case in cases))
         places.append((work, list(tools)))
         return "plan", SimpleNamespace(folder=work), MatrixRuns(seconds=2.0), MatrixRuns(seconds=3.0)
@@ -457,6 +458,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setattr(matrix, "compare_runs", lambda *_: compared)
     monkeypatch.setattr(matrix, "may_round_differently", lambda case: False)
+    monkeypatch.setattr(matrix, "_find_sized_runs", lambda case: None)
     case: Any = SimpleNamespace(
         changed_paths=[path],
         changes=[FileChange(path, text.encode())],
