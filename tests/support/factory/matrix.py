@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,14 +90,19 @@ def find_removals(prepared: Prepared, code: Path, path: str, names: Sequence[str
 
 
 def judge(
-    prepared: Prepared, code: Path, path: str | None, names: Sequence[str] | None = None, chosen: str | None = None
+    prepared: Prepared,
+    code: Path,
+    path: str | None,
+    names: Sequence[str] | None = None,
+    chosen: str | None = None,
+    watched: Mapping[str, Sequence[int]] | None = None,
 ) -> Judged:
-    """``code`` against the baseline in the cases ``names``; ``path``: the file that was changed."""
+    """``code`` against the baseline in the cases ``names``; ``path``: the file that was changed. ``watched``: lines in place of the changed ones."""
     cases = [case for case in prepared.cases if names is None or case.name in names]
     tools = [tool for tool in prepared.tools if names is None or make_tool_name(tool) in names]
     folder = prepared.work / f"candidate-{len(list(prepared.work.glob('candidate-*')))}"
     base, text = ((top / path).read_text() if path else "" for top in (ROOT, code))
-    watched = {path: sorted(find_changed_lines(base, text))} if path else {}
+    watched = watched or ({path: sorted(find_changed_lines(base, text))} if path else {})
     side = replace(prepared.side, code=code, folder=folder, watched=watched)
     if chosen is not None:
         kernels = folder.with_suffix(".yaml")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from factory.gates.patch.matrix.cases import AVERAGE, VOCABULARY, MatrixCase, MatrixTool, make_case_recipe
+from factory.gates.patch.matrix.cases import AVERAGE, VOCABULARY, MatrixCase, MatrixTool, SizedBegin, make_case_recipe
 from trainer.contract.recipe import Recipe
 
 CONTEXT = 24
@@ -21,7 +21,8 @@ MOST_WEIGHTS = 6_000_000
 ROUNDING = (
     2e-2  # only sums over all tensors are compared, because of millions of weights some have a gradient near zero
 )
-SIZED, SIZED_OUTLIERS = "sized", "sized outliers"
+SIZED: SizedBegin = "sized"
+SIZED_OUTLIERS: SizedBegin = "sized outliers"
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,14 @@ def make_sized_runs(recipe: Mapping[str, Any]) -> SizedRuns | None:
         "model": model, "batch": {"sequences": 8, "micro_sequences": 2, "packing": recipe["batch"]["packing"]}, "keep_checkpoints": 2,
     }  # fmt: skip
 
-    def case(name: str, **values: Any) -> MatrixCase:
-        return MatrixCase(
-            f"at the recipe's size: {name}",
-            changes=changes,
-            drawn_domains=True,
-            rounding=ROUNDING,
-            totals=True,
-            **values,
-        )
-
+    common: dict[str, Any] = {"changes": changes, "drawn_domains": True, "rounding": ROUNDING, "totals": True}
     return SizedRuns(
-        case("trunk", steps=4),
+        MatrixCase("at the recipe's size: trunk", steps=4, **common),
         (
-            case("first steps, stopped and resumed", steps=4, stop_after=2),
-            case("anneal", begin=SIZED, kind="anneal", steps=3),
-            case("outliers are skipped", begin=SIZED_OUTLIERS, steps=2),
-            case("four ranks", begin=SIZED, steps=2, ranks=4),
+            MatrixCase("at the recipe's size: first steps, stopped and resumed", steps=4, stop_after=2, **common),
+            MatrixCase("at the recipe's size: anneal", SIZED, "anneal", steps=3, **common),
+            MatrixCase("at the recipe's size: outliers are skipped", SIZED_OUTLIERS, steps=2, **common),
+            MatrixCase("at the recipe's size: four ranks", SIZED, steps=2, ranks=4, **common),
         ),
         (MatrixTool(AVERAGE, ("OUT/checkpoints", "SIZEDFIRST", "SIZEDLAST", "--weights", "1,3")),),
     )

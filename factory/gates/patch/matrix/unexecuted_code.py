@@ -111,8 +111,9 @@ def find_unexecuted_removals(path: str, base: str, text: str, executed: Executed
             exempt = {span for span in exempt if not (inside[0] <= span[0] and span[1] <= inside[1])}
             if isinstance(node, ast.Assert) and node.lineno in lines:
                 gone.append(UnexecutedPart(path, node.lineno, base.splitlines()[node.lineno - 1].strip()[:120]))
-    found = [*gone, *_find_parts(path, base, tree, lines, exempt, executed)]
-    return [replace(part, removed=True) for part in found]
+    said = {part.line for part in gone}
+    found = _find_parts(path, base, tree, lines, exempt, executed)
+    return [replace(part, removed=True) for part in [*gone, *(part for part in found if part.line not in said)]]
 
 
 def _find_refusals(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:

@@ -62,7 +62,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         )
     rounds, runs, same, executed, old = may_round_differently(case), 0, 0, ExecutedCode(), ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
-    sized = make_sized_runs(_find_recipe(case))
+    sized = _find_sized_runs(case)
     every: Sequence[MatrixCase] = (*CASES, *(sized.cases if sized else ()))
     cases, tools = every, (*TOOLS, *(sized.tools if sized else ()))
     for draw in range(1, DRAWS + 1):
@@ -108,6 +108,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         cases, tools = [one for one in every if one.name in undecided], ()
         if not cases:
             break
+        sized = sized if any(one.drawn_domains for one in cases) else None
     if same < runs and not rounds:
         return StageResult(make_failed_evidence(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):
@@ -186,6 +187,10 @@ def _draw(
 def _find_recipe(case: PatchCase[PatchPolicy]) -> Mapping[str, Any]:
     """Return the recipe of the trunk; before the first checkpoint, the workspace's."""
     return case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
+
+
+def _find_sized_runs(case: PatchCase[PatchPolicy]) -> SizedRuns | None:
+    return make_sized_runs(_find_recipe(case))
 
 
 def _side(

@@ -97,6 +97,7 @@ def test_the_runs_of_a_patch_are_compared_with_the_baselines(
         matrix, "make_matrix_plan", lambda *_: (prepared.plan, MatrixRuns())
     )  # one for all: it takes the longest
     monkeypatch.setattr(matrix, "CASES", [FIRST_STEPS])
+    monkeypatch.setattr(matrix, "_find_sized_runs", lambda case: None)
     monkeypatch.setattr(compare, "CASES", [FIRST_STEPS])
     monkeypatch.setattr(matrix, "TOOLS", [tool for tool in TOOLS if tool.arguments == ("TRUNK", "5")])
     monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS_PER_CASE)
@@ -145,13 +146,15 @@ def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
     """The test supplies the results of the runs, because no data can be chosen on which rounding decides nothing."""
     cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
 
-    def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
+    def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any, sized: Any) -> Any:
+        assert sized is None
         drawn.append("".join(case.name for case in cases))
         places.append((work, list(tools)))
         return "plan", SimpleNamespace(folder=work), MatrixRuns(seconds=2.0), MatrixRuns(seconds=3.0)
 
     monkeypatch.setattr(matrix, "CASES", cases)
     monkeypatch.setattr(matrix, "TOOLS", ("tool",))
+    monkeypatch.setattr(matrix, "_find_sized_runs", lambda case: None)
     monkeypatch.setattr(matrix, "_draw", draw)
     monkeypatch.setattr(matrix, "replace", lambda side, folder: f"twins in {folder}")
     monkeypatch.setattr(
@@ -219,17 +222,57 @@ def test_a_long_list_of_unexecuted_parts_is_cut_and_says_so() -> None:
     assert codes(last) == ["patch.more_lines"] * 2 and [one.data["more"] for one in last] == [1, 3]
 
 
-def test_only_python_files_that_remain_must_be_executed() -> None:
-    base = {"trainer/a.py": b"# \xff\nx = 1\n"}
+def test_the_new_and_the_removed_lines_of_python_files_must_be_executed() -> None:
+    base = {"trainer/a.py": b"# \xff\nx = 1\n", "trainer/c.py": b"w = 4\n"}
     changes = [
         FileChange("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), FileChange("trainer/b.py", b"z = 3\n"), FileChange("trainer/c.py", None),
+        FileChange("trainer/d.py", b"# \xfe\n"),
         FileChange("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
-    case: Any = SimpleNamespace(changes=changes, read_base_file=base.get)
+    case: Any = SimpleNamespace(changes=changes, read_base_file=base.get, handed_on={})
     assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode(), ExecutedCode())] == [
         "trainer/a.py:3: 2",
         "trainer/b.py:1: 3",
+        "in the old file, which the patch changes: trainer/c.py:1: 4",
     ]
+
+
+def test_old_code_of_an_op_answers_the_op_checks_before_a_removed_line_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An implementation that the patch chooses was perhaps not chosen before, so the tiny runs did not execute its old lines."""
+    path, text = "kernels/a.py", "x = 1\n"
+    code = compile(text, path, "exec")
+    ran = {(make_code_object_name(code), i.offset) for i in dis.get_instructions(code)}
+    asked: list[Any] = []
+
+    def record(answers: Any, old: Any, *rest: Any) -> ExecutedCode:
+        asked.append(old)
+        return ExecutedCode(instructions={path: ran} if answers.executes else {})
+
+    monkeypatch.setattr(matrix, "record_old_code", record)
+    for oracle, left, times in (
+        (None, 1, 0),
+        (SimpleNamespace(executes=False), 1, 1),
+        (SimpleNamespace(executes=True), 0, 1),
+    ):
+        asked.clear()
+        case: Any = SimpleNamespace(
+            changes=[FileChange(path, b"")], read_base_file=lambda _: text.encode(), handed_on={"oracle": oracle}, policy=PatchPolicy(),
+            baseline=tmp_path, work=tmp_path,
+        )  # fmt: skip
+        found = matrix.find_unexecuted_changes(case, ExecutedCode(), ExecutedCode())
+        assert len(found) == left and asked == [{path: [1]}] * times
+
+
+def test_a_hold_for_conditions_alone_says_so() -> None:
+    parts = [
+        UnexecutedPart("trainer/a.py", 3, "x > 1", "true"),
+        UnexecutedPart("trainer/a.py", 4, "max(1, x)", "0", removed=True),
+    ]
+    assert codes(matrix._reasons(parts)) == ["patch.one_sided", "patch.condition_one_sided", "patch.removed_part"]
+    assert matrix._reasons(parts)[2].data["part"].data["number"] == 1
+    assert codes(matrix._reasons([*parts, *left_out("trainer/a.py")]))[0] == "patch.not_executed"
 
 
 def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:
@@ -255,7 +298,8 @@ class Sides:
     def __init__(self, ends: dict[str, MatrixRuns]) -> None:
         self.ends, self.asked = ends, list[Any]()
 
-    def plan(self, side: MatrixSide, folder: Path, recipe_name: str) -> Any:
+    def plan(self, side: MatrixSide, folder: Path, recipe_name: str, sized: Any) -> Any:
+        assert sized is None
         self.asked.append((side, folder, recipe_name))
         names = dict.fromkeys((case.name for case in CASES), "00001")
         plan = MatrixPlan(
@@ -286,6 +330,7 @@ def drawn(
         subject=Subject("proposal", 7), workspace=plant.workspace, changed_paths=["trainer/a.py", "a.yaml"], start=start, progress=Bars(),
         policy=PatchPolicy(matrix=policy), after_stages=after,
     )  # fmt: skip
+    monkeypatch.setattr(matrix, "find_watched_lines", lambda case, old=False: {"trainer/a.py": [1 if old else 2]})
     return matrix._draw(case, folder / "work", CASES[:2], TOOLS[:1]), sides.asked, case
 
 
@@ -304,20 +349,15 @@ def test_the_candidate_runs_with_its_own_code_and_kernel_choice(
     )
     assert begun[1:] == (work / "plan", "mine" if started else "tiny") and plan.recipe_name == begun[2]
     assert [one.seconds for one in runs] == [100.0, 100.0] and baseline[1:] == candidate[1:] == (CASES[:2], TOOLS[:1])
-    for side, folder in ((begun[0], "0"), (baseline[0], "1"), (approved, "")):
-        assert (side.code, side.folder, side.wall_seconds, side.watched) == (
-            case.baseline,
-            work / folder,
-            70.0,
-            (),
-        )
+    for side, folder, old in ((begun[0], "0", {}), (baseline[0], "1", {"trainer/a.py": [1]}), (approved, "", {})):
+        assert (side.code, side.folder, side.wall_seconds, side.watched) == (case.baseline, work / folder, 70.0, old)
     assert approved.after is case.after_stages and approved.compiled == (compiled if started else None)
     side = candidate[0]
     assert (side.code, side.folder, side.wall_seconds, side.watched) == (
         case.candidate,
         work / "2",
         200.0,
-        ["trainer/a.py"],
+        {"trainer/a.py": [2]},
     )
     assert side.compiled == approved.compiled and approved.disturbed == side.disturbed == 0
     texts = [
@@ -418,6 +458,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setattr(matrix, "compare_runs", lambda *_: compared)
     monkeypatch.setattr(matrix, "may_round_differently", lambda case: False)
+    monkeypatch.setattr(matrix, "_find_sized_runs", lambda case: None)
     case: Any = SimpleNamespace(
         changed_paths=[path],
         changes=[FileChange(path, text.encode())],

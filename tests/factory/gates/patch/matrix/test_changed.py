@@ -14,27 +14,33 @@ import pytest
 from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode, ExecutionRecorder
 from factory.gates.patch.matrix import unexecuted_code
 from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
-from factory.gates.patch.watch_conditions import compile_watched
 
 
-def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
-    """Run ``call`` against ``text``, as a run of the matrix would; what of the change it did not execute."""
+def run_watched(folder: Path, text: str, lines: set[int], call: str) -> ExecutedCode:
+    """Run ``call`` against ``text``, as a run of the matrix would."""
     path = folder / "trainer" / "part.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(dedent(text))
-    lines = unexecuted_code.find_changed_lines(dedent(base), dedent(text))
+    path.write_text(text)
     recorder = ExecutionRecorder(str(folder), {"trainer/part.py": sorted(lines)})
     names: dict[str, object] = {}
     recorder.watch.install()
+    code, _ = recorder.watch.compile_watched(text, "trainer/part.py", lines, str(path))
     recorder.start()
     try:
-        exec(compile_watched(path.read_text(), "trainer/part.py", lines, str(path))[0], names)
+        exec(code, names)
         eval(call, names)
     finally:
         recorder.stop()
     executed = ExecutedCode()
     executed.add_record(recorder.to_json())
-    found = find_unexecuted_parts("trainer/part.py", dedent(base), dedent(text), executed)
+    return executed
+
+
+def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
+    """What of a change ``call`` does not execute, and conditions with one result."""
+    base, text = dedent(base), dedent(text)
+    executed = run_watched(folder, text, unexecuted_code.find_changed_lines(base, text), call)
+    found = find_unexecuted_parts("trainer/part.py", base, text, executed)
     return [f"{part.line}: {part.source}" + f" was not {part.result}" * bool(part.result) for part in found]
 
 
@@ -69,6 +75,59 @@ BASE = """
 )  # fmt: skip
 def test_unexecuted_parts_are_named(tmp_path: Path, text: str, missing: list[str]) -> None:
     assert parts(tmp_path, BASE, text, "rate(3)") == missing
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("def rate(step):\n    return 1.0 + (step > 100)\n", ["2: step > 100 was not true"]),
+        ("def rate(step):\n    return 1.0 * max(1, step)\n", ["2: max(1, step) was not 0"]),
+        ("def rate(step):\n    if step < 100:\n        step = 1\n    return 1.0\n", ["2: step < 100 was not false"]),
+        ("def rate(step):\n    if step > 100: step = 1\n    return 1.0\n", ["2: 1"]),
+        ("def rate(step):\n    for n in range(3):\n        if n > 5:\n            continue\n    return 1.0\n", ["4: continue"]),
+        ("def rate(step):\n    if step > 100 or rate.__name__ == 'x':\n        raise ValueError('a')\n    return 1.0\n", []),
+        ("def rate(step):\n    match step:\n        case 3:\n            return 1.0\n",
+         ["2: match step: case 3: return 1.0 was not unwatched"]),
+    ],
+)  # fmt: skip
+def test_conditions_with_one_result_are_named(tmp_path: Path, text: str, missing: list[str]) -> None:
+    assert parts(tmp_path, BASE, text, "rate(3)") == missing
+
+
+OLD = """
+def rate(step):
+    if step > 100:
+        raise ValueError("late")
+    assert step < 200, "later"
+    for n in range(3):
+        if n > 5:
+            break
+    step = step * (step > 50)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("removed", "instead", "missing"),
+    [
+        ('    if step > 100:\n        raise ValueError("late")\n', "", ["4: ValueError"]),
+        ('raise ValueError("late")', 'raise ValueError("too late")', []),
+        ('    assert step < 200, "later"\n', "", ['5: assert step < 200, "later"']),
+        ('"later"', '"too late"', []),
+        ("        if n > 5:\n            break\n", "        n += 1\n", ["8: break"]),
+        ("    step = step * (step > 50)\n", "", ["9: step > 50 was not true"]),
+        ("    return 1.0\n", "    return 2.0\n", []),
+    ],
+)
+def test_removed_lines_are_looked_up_in_the_runs_of_the_old_code(
+    tmp_path: Path, removed: str, instead: str, missing: list[str]
+) -> None:
+    assert removed in OLD
+    text = OLD.replace(removed, instead)
+    executed = run_watched(tmp_path, OLD, unexecuted_code.find_changed_lines(text, OLD), "rate(3)")
+    found = unexecuted_code.find_unexecuted_removals("trainer/part.py", OLD, text, executed)
+    assert all(part.removed for part in found)
+    assert [f"{part.line}: {part.source}" + f" was not {part.result}" * bool(part.result) for part in found] == missing
 
 
 def test_unchanged_lines_need_no_execution(tmp_path: Path) -> None:
