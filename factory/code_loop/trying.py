@@ -33,7 +33,7 @@ import yaml
 
 from agents.core.proposal import Edit, hash_edits
 from agents.core.untrusted import fold_to_one_line
-from agents.core.workbench import QuickCheck, TriedVariant, TryTable, Variant
+from agents.core.workbench import EarlierProposal, QuickCheck, TriedVariant, TryTable, Variant
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.path_removal import remove_path
@@ -53,7 +53,7 @@ from factory.gates.time_limits import make_baseline_stopped_message
 from factory.gates.training_start import TrainingStart
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
-from factory.ledger.ledger import events, record_event
+from factory.ledger.ledger import agent_runs, events, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm, make_recipe_for_one_rank
@@ -637,12 +637,13 @@ def _summarize(detail: Mapping[str, Any]) -> str:
     return "; ".join(said) or Message("code_loop.correct", "its results are correct")
 
 
-def list_lessons(plant: Plant, target: str) -> list[Message]:
-    """Return the reasons for which agents declined a target, oldest first."""
-    which = sa.select(events.c.detail).where(events.c.kind == LESSON).order_by(events.c.id)
-    details = [row["detail"] for row in plant.ledger.select_rows(which)]
+def list_lessons(plant: Plant, target: str, base: str) -> list[EarlierProposal]:
+    """Return why agents declined a target, oldest first. A target that was declined on the commit ``base`` is closed."""
+    agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
+    which = "SELECT e.detail, r.base_commit FROM events e JOIN agent_runs r ON e.subject = 'agent_run:' || r.id WHERE e.kind = :kind ORDER BY e.id"
+    title = Message("code_loop.declined_title", "an agent left this target without a proposal")
     return [
-        Message("code_loop.declined_before", "declined: {reason}", reason=one["reason"])
-        for one in details
-        if one.get("target") == target
+        EarlierProposal("", "declined", row["detail"]["reason"], title, row["base_commit"] == base)
+        for row in plant.ledger.read(which, kind=LESSON)
+        if row["detail"].get("target") == target
     ]
