@@ -111,8 +111,8 @@ def test_each_variant_of_a_table_gets_its_own_result(made: Made, monkeypatch: py
     ]  # fmt: skip
     assert times(table) == [["code_loop.step_timed"], [], [], ["code_loop.step_timed"], []]
     same, differs = (table.rows[number].times[0].data for number in (0, 3))  # type: ignore[attr-defined]
-    assert same["result"].code == "code_loop.step_same" and same["rounds"] >= 1 and same["ms"] > 0
-    assert differs["result"].code == "code_loop.step_differs"  # the gate would reject it
+    assert same["result"]["code"] == "code_loop.step_same" and same["rounds"] >= 1 and same["ms"] > 0
+    assert differs["result"]["code"] == "code_loop.step_differs"  # the gate would reject it
     record = TryRecord(bench.plant, run)
     assert len(record.timed_variants) == 2 and record.timing_seconds > 0
     assert not list((made.workspace.root / "cache").glob("check-*"))
