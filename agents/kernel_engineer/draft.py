@@ -97,6 +97,8 @@ def _name_variants(variants: Any, edits: Any) -> dict[str, Any]:
         said = one.get("name") if isinstance(one, dict) else None
         name = fold_to_one_line(said, MOST_NAME) if isinstance(said, str) else ""
         name = name if name and name not in named else f"variant {number}"
+        while name in named:
+            name += "'"
         named[name] = one.get("edits") if isinstance(one, dict) else None
     return named
 

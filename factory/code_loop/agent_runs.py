@@ -34,7 +34,7 @@ from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import AgentLoopRun, delete_run_checkpoints, run_agent
 from agents.loop.role import Role, TargetError
-from factory.code_loop.trying import LESSON
+from factory.code_loop.try_record import LESSON
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.served_note import find_served_champion
 from factory.core.workspace import Workspace

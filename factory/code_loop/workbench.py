@@ -28,7 +28,8 @@ from agents.core.workbench import (
     UnreadableFileError,
     Variant,
 )
-from factory.code_loop.trying import Tries, TryRecord, list_earlier_tries, list_lessons
+from factory.code_loop.try_record import TryRecord, list_earlier_tries, list_lessons
+from factory.code_loop.trying import Tries
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.gates.training_start import TrainingStart

@@ -17,7 +17,8 @@ from agents.core.workbench import TryTable, Variant
 from agents.kernel_engineer.draft import AGENT
 from factory.code_loop import trying
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
-from factory.code_loop.trying import STEP, TryRecord, read_step_times, read_times_alone
+from factory.code_loop.try_record import STEP, TryRecord
+from factory.code_loop.trying import read_step_times, read_times_alone
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.workspace import find_checkout_root
