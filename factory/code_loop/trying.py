@@ -290,7 +290,7 @@ class Tries:
                 environment={"OMP_NUM_THREADS": "1"},  # with small shapes a second thread would only wait
             )  # fmt: skip
             for trial in trials:
-                own, folder = answers[trial.member]
+                own, answered = answers[trial.member]
                 died = why or _describe_end(ends.get(trial.member), limit)
                 if not trial.ops:
                     broken = Message(
@@ -300,7 +300,7 @@ class Tries:
                     continue
                 numbers = [n for n, job in enumerate(own) if job["implementation"]]
                 mine = [job if job["implementation"] else own[numbers[0]] for job in own]
-                told = OpAnswers(mine, given / "truth", folder, truth_s, truth_s, missing, died)
+                told = OpAnswers(mine, given / "truth", answered, truth_s, truth_s, missing, died)
                 found = make_oracle_evidence(told, numbers)
                 trial.check = QuickCheck("oracle", () if found["state"] == "passed" else tuple(found["reasons"]))
 
@@ -490,7 +490,9 @@ def read_times_alone(
             members = members if isinstance(members, dict) else {}
             ours, base = members.get(trial.member), members.get("base")
             failed = why or _describe_end(ours) or _describe_end(base)
-            pairs = [] if failed else list(zip(*(_positive_numbers(side.get("seconds")) for side in (base, ours))))
+            pairs = (
+                [] if failed else list(zip(*(_positive_numbers((side or {}).get("seconds")) for side in (base, ours))))
+            )
             if failed or not pairs:
                 message = Message(
                     "code_loop.not_measured_alone", "{op} alone: {after} could not be timed: {why}",
