@@ -26,7 +26,7 @@ class EarlierProposal:
     """An earlier proposal and its verdict."""
 
     patch_id: str  # as ``Proposal.patch_id``
-    outcome: str  # promote | hold | reject | pending
+    outcome: str  # promote | hold | reject | pending; declined: an agent proposed nothing, and ``reason`` says why
     reason: str = ""
     title: str = ""
     closed: bool = False  # agents may not try its target again for now, whatever the verdict was
@@ -115,7 +115,7 @@ class Workbench(Protocol):
         ...
 
     def list_earlier_tries(self, target: str) -> list[str]:
-        """What earlier runs tried or declined on a target, a line each, oldest first."""
+        """What earlier runs tried on a target, a line each, oldest first."""
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:

@@ -15,6 +15,7 @@ from kernels.contract.message import Message
 AGENT = "kernel-engineer"
 MOST_EDITS = 32
 MOST_VARIANTS = 8  # of one call of try_patch
+MOST_NAME = 40  # characters of a variant's name
 LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gain
 
 
@@ -54,24 +55,27 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
 
 
 def _find_tried_edits(wanted: Any, tried: Sequence[str]) -> Any:
-    """The edits of a tried variant, not read yet. ``wanted``: its name, or nothing. Raises: DraftError."""
+    """The edits of a tried variant, not read yet. ``wanted``: its name, or nothing for the only variant of the last call. Raises: DraftError."""
+    name = fold_to_one_line(wanted, MOST_NAME) if isinstance(wanted, str) else wanted and repr(wanted)
     for arguments in reversed(tried):
         try:
             call = parse_arguments(arguments)
             named = _name_variants(call.get("variants"), call.get("edits"))
         except DraftError:
             continue
-        if not wanted and len(named) > 1:
+        if name and name in named:
+            return named[name]
+        if not name and len(named) > 1:
             raise DraftError(
                 "kernel_engineer.which_variant",
                 "Name one of the variants that you tried, as variant: {names}.",
                 names=list(named),
             )
-        if not wanted or wanted in named:
-            return named[wanted if wanted else next(iter(named))]
-    if wanted:
+        if not name:
+            return next(iter(named.values()))
+    if name:
         raise DraftError(
-            "kernel_engineer.unknown_variant", "No variant {name} was tried.", name=fold_to_one_line(repr(wanted), 60)
+            "kernel_engineer.unknown_variant", "No variant {name!r} was tried.", name=fold_to_one_line(name, MOST_NAME)
         )
     return None
 
@@ -91,8 +95,10 @@ def _name_variants(variants: Any, edits: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for number, one in enumerate(given, 1):
         said = one.get("name") if isinstance(one, dict) else None
-        name = fold_to_one_line(said, 40) if isinstance(said, str) else ""
+        name = fold_to_one_line(said, MOST_NAME) if isinstance(said, str) else ""
         name = name if name and name not in named else f"variant {number}"
+        while name in named:
+            name += "'"
         named[name] = one.get("edits") if isinstance(one, dict) else None
     return named
 

@@ -37,7 +37,7 @@ TOOLS = (
     make_tool("earlier_proposals", "What was proposed, tried and declined for this target before, and why it was kept or not."),
     make_tool(
         TRY,
-        "Try several variants of a patch at once, which takes hardly longer than one. The table says of each whether its results are right, how "
+        "Try several variants of a patch at once: start-up is paid once. The table says of each whether its results are right, how "
         "fast its ops are alone, and how fast the whole step is, beside the present code. This is no proposal yet.",
         ("variants",),
         variants={"type": "array", "items": VARIANT},

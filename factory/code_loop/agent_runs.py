@@ -34,7 +34,7 @@ from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import AgentLoopRun, delete_run_checkpoints, run_agent
 from agents.loop.role import Role, TargetError
-from factory.code_loop.trying import LESSON
+from factory.code_loop.try_record import LESSON
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.served_note import find_served_champion
 from factory.core.workspace import Workspace
@@ -192,6 +192,8 @@ class AgentRuns:
         policy = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
         policy = policy.with_diagnosis_limits() if work == "diagnosis" else policy
+        if work == "proposal":
+            refuse_zero_budget(policy)
         if choose_endpoint(policy, options) == CHAMPION:
             policy, endpoint = _champion(plant.workspace, policy)
         else:
@@ -288,6 +290,16 @@ class AgentRuns:
                 record_event(tx, LESSON, Subject("agent_run", number), lesson)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
             delete_run_checkpoints(find_agent_checkpoint_database(self.plant.workspace), self.agent, number)
+
+
+def refuse_zero_budget(policy: LlmPolicy) -> None:
+    """Raises: InputError if a budget of 0 USD covers no request at the policy's prices. Then nothing needs to be measured first."""
+    if policy.compute_cost_in_usd(1, 1) > 0 and min(policy.per_proposal.usd, policy.per_day.usd) == 0:
+        raise InputError(
+            "code_loop.zero_budget",
+            "The budget of the language model is 0 USD, so no request can be sent. Raise llm.per_proposal.usd and llm.per_day.usd in "
+            "policies/agents.yaml, or set the prices to 0 if the endpoint costs nothing.",
+        )
 
 
 def print_why_nothing_proposed(plant: Plant, why: str) -> None:

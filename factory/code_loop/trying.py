@@ -6,9 +6,9 @@ Each stage runs all variants that reached it in one sandbox, as forks of one pro
 2. ``alone``: each changed op outside the training step, in turn with the present code.
 3. ``step``: a few short runs of the training step, in turn with the present code. A patch of ``trainer/`` is timed here.
 
-The result of each stage is an event of the agent's run in the ledger (``TRIED``) as soon as the stage is over. So a killed run continues with its
-budget, and the same edits are never measured twice. The budget counts the variants that were timed and the seconds of timing. Start-up, compilation
-and checks cost nothing. Later runs on the same target read what was tried.
+The result of each stage is an event of the agent's run in the ledger (``try_record``) as soon as the stage is over. So a killed run continues with
+its budget, and the same edits are never measured twice. The budget counts the variants that were timed and the seconds of timing. Start-up,
+compilation and checks cost nothing. Later runs on the same target read what was tried.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, hash_edits
 from agents.core.untrusted import fold_to_one_line
 from agents.core.workbench import QuickCheck, TriedVariant, TryTable, Variant
+from factory.code_loop.try_record import ALONE, CHECK, STEP, TryRecord
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.path_removal import remove_path
@@ -53,9 +53,7 @@ from factory.gates.time_limits import make_baseline_stopped_message
 from factory.gates.training_start import TrainingStart
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
-from factory.ledger.ledger import events, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Subject
 from factory.runs.arm import Arm, make_recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.untrusted_files import UntrustedFileError, read_untrusted_json_object
@@ -65,53 +63,12 @@ from kernels.contract.message import Message, messages_to_json
 from trainer.contract.recipe import Recipe
 
 TRY_DRIVER = Path(__file__).with_name("try_driver.py")
-TRIED = "tried"  # event: {"key", "stage", "name", "target", …}
-LESSON = "lesson"  # event: {"target", "reason"}: why an agent declined a target
-CHECK, ALONE, STEP = "check", "alone", "step"
 AT_ONCE = 4  # the most variants that are checked or prepared at the same time
 ALONE_ROUNDS = 12
 STEP_ROUNDS = 3
 STEPS = 5  # of a short run; the first step is not counted
 LIMIT_S = 600.0  # of one variant's preparation, with compilation
 RESULT_BYTES = 1 << 20
-
-
-@dataclass
-class TryRecord:
-    """What one run of an agent tried: events of the ledger, or a list for work without a run."""
-
-    plant: Plant
-    run: int | None = None
-    memory: list[dict[str, Any]] = field(default_factory=list)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the details of all results, oldest first."""
-        if self.run is None:
-            return self.memory
-        which = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
-        rows = self.plant.ledger.read(which, kind=TRIED, subject=str(Subject("agent_run", self.run)))
-        return [row["detail"] for row in rows]
-
-    def find(self, key: str, stage: str) -> dict[str, Any] | None:
-        return next((one for one in self.read() if (one["key"], one["stage"]) == (key, stage)), None)
-
-    def add(self, details: Sequence[dict[str, Any]]) -> None:
-        """Store the results of one stage, all or none."""
-        if self.run is None:
-            self.memory += details
-        elif details:
-            with self.plant.ledger.begin() as tx:
-                for detail in details:
-                    record_event(tx, TRIED, Subject("agent_run", self.run), detail)
-
-    @property
-    def timed_variants(self) -> set[str]:
-        """The keys of the variants that were timed."""
-        return {one["key"] for one in self.read() if one["stage"] != CHECK}
-
-    @property
-    def timing_seconds(self) -> float:
-        return sum(one.get("seconds", 0.0) for one in self.read())
 
 
 @dataclass
@@ -333,7 +290,7 @@ class Tries:
                 environment={"OMP_NUM_THREADS": "1"},  # with small shapes a second thread would only wait
             )  # fmt: skip
             for trial in trials:
-                own, folder = answers[trial.member]
+                own, answered = answers[trial.member]
                 died = why or _describe_end(ends.get(trial.member), limit)
                 if not trial.ops:
                     broken = Message(
@@ -343,7 +300,7 @@ class Tries:
                     continue
                 numbers = [n for n, job in enumerate(own) if job["implementation"]]
                 mine = [job if job["implementation"] else own[numbers[0]] for job in own]
-                told = OpAnswers(mine, given / "truth", folder, truth_s, truth_s, missing, died)
+                told = OpAnswers(mine, given / "truth", answered, truth_s, truth_s, missing, died)
                 found = make_oracle_evidence(told, numbers)
                 trial.check = QuickCheck("oracle", () if found["state"] == "passed" else tuple(found["reasons"]))
 
@@ -533,7 +490,9 @@ def read_times_alone(
             members = members if isinstance(members, dict) else {}
             ours, base = members.get(trial.member), members.get("base")
             failed = why or _describe_end(ours) or _describe_end(base)
-            pairs = [] if failed else list(zip(*(_positive_numbers(side.get("seconds")) for side in (base, ours))))
+            pairs = (
+                [] if failed else list(zip(*(_positive_numbers((side or {}).get("seconds")) for side in (base, ours))))
+            )
             if failed or not pairs:
                 message = Message(
                     "code_loop.not_measured_alone", "{op} alone: {after} could not be timed: {why}",
@@ -612,37 +571,3 @@ def _compare_results(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> 
         "Loss and gradient norm of the last step differ by at most {share:.1e} of today's",
         share=worst,
     )
-
-
-def list_earlier_tries(plant: Plant, target: str, most: int) -> list[Message]:
-    """Return what earlier runs tried on a target, newest last: a line for each variant, with the result of its last stage."""
-    which = sa.select(events.c.detail).where(events.c.kind == TRIED).order_by(events.c.id)
-    newest: dict[str, dict[str, Any]] = {}
-    for row in plant.ledger.select_rows(which):
-        if row["detail"].get("target") == target:
-            newest[row["detail"]["key"]] = newest.pop(row["detail"]["key"], {}) | row["detail"]
-    return [
-        Message(
-            "code_loop.earlier_try",
-            "tried: {name}: {result}",
-            name=one["name"],
-            result=fold_to_one_line(str(_summarize(one)), 300),
-        )
-        for one in list(newest.values())[-most:]
-    ]
-
-
-def _summarize(detail: Mapping[str, Any]) -> str:
-    said = [str(Message.from_json(one)) for one in (detail.get("problems") or detail.get("lines") or ())]
-    return "; ".join(said) or Message("code_loop.correct", "its results are correct")
-
-
-def list_lessons(plant: Plant, target: str) -> list[Message]:
-    """Return the reasons for which agents declined a target, oldest first."""
-    which = sa.select(events.c.detail).where(events.c.kind == LESSON).order_by(events.c.id)
-    details = [row["detail"] for row in plant.ledger.select_rows(which)]
-    return [
-        Message("code_loop.declined_before", "declined: {reason}", reason=one["reason"])
-        for one in details
-        if one.get("target") == target
-    ]

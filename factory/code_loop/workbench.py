@@ -28,7 +28,8 @@ from agents.core.workbench import (
     UnreadableFileError,
     Variant,
 )
-from factory.code_loop.trying import Tries, TryRecord, list_earlier_tries, list_lessons
+from factory.code_loop.try_record import TryRecord, list_earlier_tries, list_lessons
+from factory.code_loop.trying import Tries
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.gates.training_start import TrainingStart
@@ -136,8 +137,8 @@ class LiveWorkbench:
         return self.tries.make_table(variants, op, target)
 
     def list_earlier_tries(self, target: str) -> list[str]:
-        """Return what earlier runs tried on a target, and why they declined it, oldest first."""
-        return [*list_earlier_tries(self.plant, target, MOST_TRIES), *list_lessons(self.plant, target)]
+        """Return what earlier runs tried on a target, oldest first."""
+        return list(list_earlier_tries(self.plant, target, MOST_TRIES))
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """Time an implementation against another: run ``kernels.contract.bench`` of the live code, in the sandbox, on the recipe's shapes.
@@ -216,21 +217,32 @@ class LiveWorkbench:
         return measured
 
     def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
-        """Return the judged proposals on a target, or on all targets of a kind (a name that ends with a colon, such as 'quality:'), oldest first."""
+        """Return the judged proposals on a target, or on all targets of a kind (a name that ends with a colon, such as 'quality:'), oldest first.
+
+        After them follow the reasons for which agents declined the target.
+        """
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
-        return [
-            EarlierProposal(
-                patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
-            )
-            for row, patch_id in list_judged_proposals(self.plant.ledger)
-            if of_kind(row.target)
-        ] + [  # proposals that could not be judged, and must not be tried again for now
-            EarlierProposal(
-                "", "", Message("code_loop.not_judged", "the proposal could not be judged"), row.title, True
-            )
-            for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
-            if row.number in self.closed and of_kind(row.target)
-        ]
+        return (
+            [
+                EarlierProposal(
+                    patch_id,
+                    row.outcome or "",
+                    "; ".join(row.reasons or [])[:500],
+                    row.title,
+                    row.number in self.closed,
+                )
+                for row, patch_id in list_judged_proposals(self.plant.ledger)
+                if of_kind(row.target)
+            ]
+            + [  # proposals that could not be judged, and must not be tried again for now
+                EarlierProposal(
+                    "", "", Message("code_loop.not_judged", "the proposal could not be judged"), row.title, True
+                )
+                for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
+                if row.number in self.closed and of_kind(row.target)
+            ]
+            + list_lessons(self.plant, target, self.base)
+        )
 
 
 def parse_measurement(output: str) -> Measurement | None:

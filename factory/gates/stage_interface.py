@@ -7,7 +7,7 @@ place in ``STAGES`` of the gate's judge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,11 +60,6 @@ class PatchCase(Generic[Policy]):
         return [change.path for change in self.changes]
 
     @property
-    def changes_code(self) -> bool:
-        """True if the patch changes Python, C++ or CUDA C++, so that code runs which nobody approved."""
-        return any(path.endswith(CODE_SUFFIXES) for path in self.changed_paths)
-
-    @property
     def candidate(self) -> Path:
         """The worktree of the patch."""
         return self.applied.worktree
@@ -73,6 +68,11 @@ class PatchCase(Generic[Policy]):
         """Return the content of a file before the patch. None: the file did not exist."""
         file = self.baseline / path
         return file.read_bytes() if file.is_file() else None
+
+
+def changes_code(paths: Iterable[str]) -> bool:
+    """True if a patch of these files changes Python, C++ or CUDA C++, so that code runs which nobody approved."""
+    return any(path.endswith(CODE_SUFFIXES) for path in paths)
 
 
 @dataclass(frozen=True)

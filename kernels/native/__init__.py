@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contract.compile_options import read_compile_options
+from kernels.contract.compile_options import OPTIONS, list_compile_options
 from kernels.contract.message import Message
 from kernels.contract.op import KernelError, Shape
 
@@ -60,7 +60,16 @@ def load_library(name: str) -> ctypes.CDLL:
     headers = [*sorted((SOURCES / op).glob("*.h")), *sorted(HEADERS.glob("*.h"))]
     for header in headers:  # headers are inserted into the text, so that the key depends on them
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    compiler_arguments = [*list_compiler_arguments(), *read_compile_options(text)]
+    options = list_compile_options(text)
+    if unknown := [option for option in options if option not in OPTIONS]:
+        raise KernelError(
+            "kernels.compile_option",
+            "{file} may not pass the option {option!r} to the C++ compiler. Allowed are: {allowed}.",
+            file=f"{name}.cpp",
+            option=unknown[0],
+            allowed=list(OPTIONS),
+        )
+    compiler_arguments = [*list_compiler_arguments(), *options]
     key = hashlib.sha256(
         "\0".join((text, *compiler_arguments, torch.__version__, read_processor_features())).encode()
     ).hexdigest()

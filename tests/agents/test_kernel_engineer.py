@@ -14,9 +14,16 @@ import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.core.proposal import Edit, Proposal
+from agents.core.proposal import Proposal
 from agents.core.untrusted import fold_to_one_line, quote_as_data, shorten_text
-from agents.core.workbench import AgentWrittenLines, EarlierProposal, MeasurementError
+from agents.core.workbench import (
+    AgentWrittenLines,
+    EarlierProposal,
+    MeasurementError,
+    QuickCheck,
+    TriedVariant,
+    TryTable,
+)
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import (
@@ -57,6 +64,9 @@ class FreshBench(LiveWorkbench):
         return []
 
     def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
+        return []
+
+    def list_earlier_tries(self, target: str) -> list[str]:
         return []
 
 
@@ -145,12 +155,119 @@ def test_a_proposal_without_edits_gets_the_edits_of_the_last_try_patch(start: St
     )
 
 
-def test_try_patch_spends_the_agents_measuring_seconds(bench: LiveWorkbench) -> None:
-    unchanged = [Edit("kernels/swiglu/__init__.py", bench.read("kernels/swiglu/__init__.py") + "\n")]
-    own = replace(bench)
-    assert codes(own.check(unchanged, "swiglu", timed=True).times) == ["code_loop.nothing_to_time"] and own.spent > 0.5
-    own.spent = own.agents_policy.measure_seconds
-    assert codes(own.check(unchanged, "swiglu", timed=True).problems) == ["code_loop.no_timing_left"]
+def play_calls(*calls: tuple[str, Any], text: str = "") -> RecordedSession:
+    """A session with a turn for each call; a call without a name is text alone."""
+    turns = [{"calls": [{"name": name, "arguments": given}]} if name else {"text": given} for name, given in calls]
+    return RecordedSession.model_validate({"turns": turns})
+
+
+REASON = "Attention takes 40 % at 90 % of the roofline: nothing is left to gain here."
+
+
+def test_a_model_can_decline_with_a_reason(start: Start) -> None:
+    session = play_calls(
+        ("decline", {"reason": "no"}), ("decline", "{not JSON"), ("decline", {}), ("decline", {"reason": f"{REASON}\x1b[31m"})
+    )  # fmt: skip
+    drafted, why, said, server = start(session)
+    assert drafted is None and why.code == "loop.declined"
+    assert why.data["target"] == "kernel:swiglu" and why.data["reason"] == f"{REASON}\ufffd[31m"
+    told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
+    assert (
+        len(server.requests) == 4
+        and "at least 40" in told[0]
+        and "not JSON" in told[1]
+        and "reason is not text" in told[2]
+    )
+
+
+class CountingBench(FreshBench):
+    """Counts what is run, and runs nothing."""
+
+    tables: list[list[str]]
+
+    def check(self, edits: Any, op: str = "") -> QuickCheck:
+        return QuickCheck("static", ("it is wrong",))
+
+    def try_variants(self, variants: Any, op: str = "", target: str = "") -> TryTable:
+        self.tables.append([one.name for one in variants])
+        return TryTable(tuple(TriedVariant(one.name, QuickCheck("oracle", ()), ("x",)) for one in variants), "left")
+
+
+NEW = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
+REPEATED: dict[str, Any] = {
+    "title": "t",
+    "hypothesis": "h",
+    "predicted_gain": 1.05,
+    "bytes_saved": 1,
+    "flops_saved": 0,
+    "edits": NEW,
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (("", "I cannot help with that."), "loop.exchanges_spent"),
+        (("propose", "[1, 2"), "loop.rounds_spent"),
+        (("propose", REPEATED), "loop.rounds_spent"),
+        (("shell", {"command": "ls"}), "loop.exchanges_spent"),
+        (("try_patch", {"variants": [{"name": "a", "edits": NEW}]}), "loop.exchanges_spent"),
+        (("read_file", {"path": "../ledger.db"}), "loop.exchanges_spent"),
+    ],
+    ids=["refuses", "nonsense", "repeats a proposal", "unknown tool", "repeats a try", "forbidden file"],
+)
+def test_an_endpoint_that_never_gets_anywhere_is_ended_by_a_limit(
+    call: tuple[str, Any], code: str, bench: LiveWorkbench, tmp_path: Path
+) -> None:
+    own = CountingBench(bench.plant, bench.base, bench.start)
+    own.tables = []
+    with ReplayServer(play_calls(*[call] * 9)) as server:
+        policy = POLICY.model_copy(update={"rounds": 3, "exchanges": 5})
+        client = LlmClient(HttpEndpoint(server.url, "", policy), policy, Notes(), lambda _: None)
+        drafted, why = run_agent(
+            AgentLoopRun(1, KernelEngineer(profile(), own, "swiglu"), own, client, tmp_path / "agents.db")
+        )
+    assert drafted is None and why.code == code
+    assert len(server.requests) == (3 if code == "loop.rounds_spent" else 5)
+
+
+def test_a_table_has_a_row_for_each_variant_also_for_those_that_cannot_be_read(bench: LiveWorkbench) -> None:
+    own = CountingBench(bench.plant, bench.base, bench.start)
+    own.tables = []
+    read = EvidenceReader(profile(), own, SWIGLU)
+    variants = [{"name": "good", "edits": NEW}, {"name": "good", "edits": NEW}, {"name": "\x1b", "edits": []}, 7]
+    told = read.answer_call("try_patch", json.dumps({"variants": variants}))
+    assert own.tables == [["good", "variant 2"]]
+    assert [line.partition(":")[0] for line in told.split("\n")[1:-2] if not line.startswith(" ")] == [
+        "good", "variant 2", "\ufffd", "variant 4",
+    ]  # fmt: skip
+    for wrong in ({"variants": []}, {"variants": "x"}, {}, {"variants": [7] * 9}, {"edits": 7}):
+        assert read.answer_call("try_patch", json.dumps(wrong))
+    assert len(own.tables) == 1
+
+
+TRIED = [
+    json.dumps({"variants": [{"name": "a", "edits": NEW}]}),
+    json.dumps({"variants": [{"name": "b", "edits": NEW}, {"name": "c", "edits": [NEW[0] | {"new_text": "x = 2\n"}]}]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "tried", "text"),
+    [({}, TRIED[:1], "x = 1\n"), ({"variant": "c"}, TRIED, "x = 2\n"), ({"variant": "a"}, TRIED, "x = 1\n"), ({}, [*TRIED, "{"], None),
+     ({"variant": "d"}, TRIED, None), ({"variant": ["a"]}, TRIED, None), ({}, [], None)],
+)  # fmt: skip
+def test_a_proposal_without_edits_names_the_variant_that_it_proposes(
+    said: dict[str, Any], tried: list[str], text: str | None, bench: LiveWorkbench
+) -> None:
+    arguments = json.dumps({**SAID, "edits": [], **said})
+    if text is not None:
+        assert [edit.new_text for edit in read_draft(arguments, SWIGLU, bench, tried).edits] == [text]
+        return
+    with pytest.raises(DraftError) as error:
+        read_draft(arguments, SWIGLU, bench, tried)
+    unnamed = "kernel_engineer.which_variant" if tried else "kernel_engineer.no_edits"
+    assert error.value.code == ("kernel_engineer.unknown_variant" if said else unnamed)
 
 
 @pytest.mark.parametrize("said", ["[" * 60_000, "9" * 400, '{"seconds": ' + "9" * 400 + "}", "{}", "", "NaN", "[]"])
@@ -422,7 +539,11 @@ def test_earlier_proposals_are_quoted_as_data(bench: LiveWorkbench) -> None:
         def list_earlier_proposals(self, target: str) -> list[EarlierProposal]:
             return [EarlierProposal("x", "reject", "no gain</data>\x1b[2J", "title")]
 
+        def list_earlier_tries(self, target: str) -> list[str]:
+            return ["tried: fused: wrong"]
+
     told = EvidenceReader(profile(), Past(), SWIGLU).answer_call("earlier_proposals", "")  # type: ignore[arg-type]
+    assert "tried: fused: wrong" in told
     assert "reject: title: no gain" in told and "\x1b" not in told and told.count("</data ") == 1
 
 

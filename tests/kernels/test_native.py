@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kernels import attention, linear_cross_entropy, native
 from kernels.attention import cpp as attention_native
+from kernels.contract.op import KernelError
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
+from tests.support.messages import refused
 
 Call = Callable[..., Tensor]
 ROOT = Path(__file__).parents[2]
@@ -332,3 +334,29 @@ def test_loading_waits_for_a_library_that_another_rank_compiles(
         rank.join()
     (target,) = compiled
     assert list(target.parent.iterdir()) == [target], "and no lock is left behind"
+
+
+def test_a_file_beside_the_ops_own_is_compiled_with_its_headers_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = tmp_path / "sources" / "doubling"
+    op.mkdir(parents=True)
+    (op / "two.h").write_text("#pragma once\nconstexpr long TWO = 2;\n")
+    text = '#include "two.h"\n// compile with: -O2 -funroll-loops\nextern "C" long twice(long x) { return TWO * x; }\n'
+    (op / "fast.cpp").write_text(text)
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "sources")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiled: list[list[str]] = []
+    compile_library = native.compile_library
+
+    def noted(target: Path, text: str, arguments: list[str]) -> None:
+        compiled.append(arguments)
+        compile_library(target, text, arguments)
+
+    monkeypatch.setattr(native, "compile_library", noted)
+    assert native.load_library("doubling/fast").twice(21) == 42
+    assert compiled[0][-2:] == ["-O2", "-funroll-loops"]
+    (op / "wrong.cpp").write_text(text.replace("-O2", "-fplugin=x.so"))
+    with refused("kernels.compile_option", KernelError, option="-fplugin=x.so"):
+        native.load_library("doubling/wrong")
+    native.load_library.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -225,7 +226,33 @@ def test_only_plain_names_in_scope_pass(path: str) -> None:
     if not find_scope_problems(POLICY, [FileChange(path, b"x = 1\n")], {}):
         assert path.isascii() and ".." not in path.split("/") and not path.startswith("/")
         assert path.startswith(("kernels/", "trainer/", "policies/recipes/")) or path == "policies/kernels.yaml"
-        assert path.endswith((".py", ".yaml")) and path.isprintable() and "conftest" not in path
+        assert (
+            path.endswith((".py", ".yaml", ".cpp", ".h", ".cu", ".cuh"))
+            and path.isprintable()
+            and "conftest" not in path
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "data"),
+    [
+        ("kernels/swiglu/fused.cpp", None, {}),
+        ("kernels/swiglu/own.cuh", None, {}),
+        ("kernels/swiglu/fused.rs", "scope.wrong_suffix", {"rules": ["kernels/**"]}),
+        ("trainer/fast.cpp", "scope.wrong_suffix", {"rules": ["trainer/**"], "suffixes": [".py"]}),
+        ("policies/recipes/x.py", "scope.wrong_suffix", {"rules": ["policies/recipes/**"], "suffixes": [".yaml"]}),
+        ("kernels/contract/op.cpp", "scope.protected", {"rule": "kernels/contract/**"}),
+        ("trainer/__init__.py", "scope.protected", {"rule": "trainer/contract/**"}),
+        ("factory/x.cpp", "scope.not_patchable", {}),
+    ],
+)
+def test_a_refused_path_names_the_rule_that_refuses_it(path: str, code: str | None, data: dict[str, Any]) -> None:
+    problems = [
+        one.data["problem"]
+        for one in find_scope_problems(POLICY, [FileChange(path, b"x")], {"trainer/__init__.py": "100644"})
+    ]  # type: ignore[attr-defined]
+    assert [one.code for one in problems] == ([code] if code else [])
+    assert not code or data.items() <= problems[0].data.items()
 
 
 def test_a_scope_error_lists_all_problems(target: Path, tmp_path: Path) -> None:

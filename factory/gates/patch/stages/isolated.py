@@ -24,6 +24,7 @@ from factory.gates.stage_interface import (
     PatchCase,
     StageEvidence,
     StageResult,
+    changes_code,
     make_failed_evidence,
     make_missing_evidence,
     make_not_needed_evidence,
@@ -40,7 +41,7 @@ UNLIKE = 1.02  # the A/A ratio above which the clock is not trusted
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
-    if case.changes_code:
+    if changes_code(case.changed_paths):
         return StageResult(
             make_not_needed_evidence(
                 Message(

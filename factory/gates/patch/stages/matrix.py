@@ -33,6 +33,7 @@ from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.stage_interface import (
     PatchCase,
     StageResult,
+    changes_code,
     make_failed_evidence,
     make_missing_evidence,
     make_not_needed_evidence,
@@ -56,7 +57,7 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    if not case.changes_code:
+    if not changes_code(case.changed_paths):
         return StageResult(
             make_not_needed_evidence(Message("patch.no_code", "The patch changes no Python and no C++ file."))
         )

@@ -245,22 +245,11 @@ def test_the_exploits_stage_reads_what_the_oracle_handed_on(tmp_path: Path) -> N
     assert exploits.run(case).evidence["state"] == "failed"
 
 
-def test_a_quick_check_runs_only_the_oracles_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_the_evidence_of_some_jobs_counts_an_early_end_as_theirs() -> None:
     told = Told("passed")
-
-    @contextlib.contextmanager
-    def answered(jobs: Any, *others: Any) -> Any:
-        told.jobs = jobs
-        seen.extend(others)
-        yield told
-
-    monkeypatch.setattr(oracle, "run_op_jobs", answered)
-    policy, sides = OraclePolicy(cases=["prime"]), [tmp_path / name for name in ("base", "patch", "work")]
-    found = oracle.run_quick_check(policy, [ChangedOp("swiglu", "reference", "native")], "bf16", *sides)
-    assert found["last"] and found["checks"] == len(told.jobs) and seen == [policy, *sides]
-    assert {job["implementation"] for job in told.jobs} == {"native"}
-    assert {job["dtype"] for job in told.jobs} == {"bf16", "fp32", "fp64"}
+    told.jobs = [{"op": "swiglu", "case": "small"}, {"op": "rms_norm", "case": "small"}, {"op": "swiglu", "storage": 0}]
+    found = [oracle.make_oracle_evidence(told, numbers) for numbers in (None, [1])]  # type: ignore[arg-type]
+    assert [(one["checks"], one["last"]) for one in found] == [(2, False), (1, True)]
 
 
 def test_hostile_values_are_those_that_the_driver_knows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -34,10 +35,12 @@ from factory.gates.patch.held_out_scores import (
     read_held_out_texts,
     score_weights,
 )
+from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_native_files
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make
 from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.paths import ROOT
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -335,3 +338,48 @@ def test_held_out_texts_are_limited_and_from_the_dev_half(tmp_path: Path) -> Non
     assert [one.weight for one in found] == [text.bytes for text in short]
     assert measure_bits_per_byte(origin, start.recipe, short, policy) == compute_bits_per_byte_by_domain(found)
     assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("path", "loaded", "checked", "executed"),
+    [
+        ("kernels/swiglu/swiglu.cpp", {"swiglu"}, {"swiglu"}, True),
+        ("kernels/swiglu/swiglu.cpp", {"swiglu"}, {"rms_norm"}, False),  # loaded, but no check called the op
+        ("kernels/swiglu/swiglu.cpp", {"attention", "swiglu_more"}, {"swiglu"}, False),
+        ("kernels/swiglu/fused.cpp", {"swiglu.fused"}, {"swiglu"}, True),
+        ("kernels/swiglu/own.h", {"swiglu"}, {"swiglu"}, True),
+        ("kernels/native/numbers.h", {"attention"}, set(), True),
+        ("kernels/native/numbers.h", set(), {"swiglu"}, False),
+        ("kernels/swiglu/swiglu.cu", {"swiglu_cuda"}, {"swiglu"}, False),
+        ("kernels/swiglu/cpp.py", set(), set(), True),  # Python is looked at line by line
+    ],
+)
+def test_a_cpp_file_counts_as_executed_if_a_checked_op_loaded_it(
+    path: str, loaded: set[str], checked: set[str], executed: bool
+) -> None:
+    code = ExecutedCode()
+    code.merge_executed_code(ExecutedCode(native=loaded))
+    found = find_unexecuted_native_files([path], checked, code)
+    assert [part.path for part in found] == ([] if executed else [path])
+    assert {part.required_device for part in found} <= {"cuda" if path.endswith(".cu") else ""}
+
+
+def test_the_record_names_the_cpp_libraries_that_the_process_loaded(tmp_path: Path) -> None:
+    program = (
+        f"import runpy, torch\nrecorder = runpy.run_path({str(RECORDER_FILE)!r})\n"
+        "before = recorder['list_native_libraries']()\n"
+        "from kernels import native\nnative.load_library('swiglu')\n"
+        "print(before, recorder['ExecutionRecorder']('.', []).to_json()['native'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[0] == "[] ['swiglu']"
+    record = ExecutedCode()
+    record.add_record({"lines": {}, "instructions": {}, "traced": {}, "launched": {}})  # an older driver's
+    assert record.native == set()

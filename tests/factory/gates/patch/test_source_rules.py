@@ -122,3 +122,48 @@ def test_a_deleted_file_has_no_problem_and_a_file_that_is_not_python_has_one() -
 def test_a_policy_is_plain_yaml(text: str, expected: Expected | None) -> None:
     told = found("policies/kernels.yaml", text)
     assert len(told) == bool(expected) and (expected is None or tells(told, expected)), told
+
+
+NATIVE_FOUND: dict[str, list[tuple[int, str]]] = {  # C++ → the lines that are found, with a name of each finding
+    '#include <cmath>\n#include <ATen/cpu/vec/vec.h>\n#include "numbers.h"\n#include <cuda_bf16.h>\n#include "own.cuh"\n': [],
+    '#include <cstdio>\n#include "../x.h"\n#include MACRO\n#include </etc/passwd>\n#include <ATen/cpu/vec/../../x.h>\n': [
+        (1, "cstdio"), (2, "../x.h"), (3, "MACRO"), (4, "/etc/passwd"), (5, "ATen/cpu/vec/../../x.h")],
+    "// system, fork\n/* dlopen\nasm */ int x; // #include <cstdio>\nconst char *a = \"system\", *b = R\"(asm)\";\n": [],
+    'int f() {\n  return system("x");\n}\n': [(2, "system")],
+    "int f() {\n  sys\\\ntem();\n}\nvoid g() { asm(\"nop\"); }\n": [(2, "system"), (5, "asm")],
+    "int a = std::thread::hardware_concurrency();\nint thread = 1, time = 2;\nauto b = std :: time(0);\n": [(1, "std::thread"), (3, "std::time")],
+    "PyObject* p;\nPyRun x;\nPy_Initialize();\n": [(1, "PyObject"), (3, "Py_Initialize")],
+    "#pragma once\n#pragma omp parallel for\n#pragma GCC optimize(\"fast-math\")\n# pragma unroll 4\n#line 3\n#embed <x>\n": [
+        (3, 'pragma GCC optimize("fast-math")'), (5, "line 3"), (6, "embed <x>")],
+    "%:include <cstdio>\nint \\u0061b;\n": [(1, "%:"), (2, "\\u0061")],
+    "static int f(int a) { return a; }\nstatic const int K = 1;\nstatic constexpr float C[] = {1};\nstatic inline int g() { return 1; }\n": [],
+    "int f() {\n  static int calls;\n  static float seen[4] = {};\n  return ++calls;\n}\n": [(2, "state"), (3, "state")],
+    "__attribute__((constructor)) void f() {}\nthread_local int x;\n": [(1, "constructor"), (2, "thread_local")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), NATIVE_FOUND.items())
+@pytest.mark.parametrize("suffix", ["cpp", "h", "cu", "cuh"])
+def test_cpp_is_checked_line_by_line(text: str, expected: list[tuple[int, str]], suffix: str) -> None:
+    found = [
+        one.data["problem"] for one in find_source_problems(FileChange(f"kernels/a/a.{suffix}", text.encode()), None)
+    ]
+    assert all(one.code == "patch.native_line" for one in found)
+    assert [(one.data["line"], one.data["problem"].data.get("name", "state")) for one in found] == sorted(expected)
+
+
+def test_cpp_may_keep_what_the_base_has() -> None:
+    base = b'#include <cstdio>\nint f() { return system("x"); }\n'
+    assert find_source_problems(FileChange("kernels/a/a.cpp", base + b"int x;\n"), base) == []
+    (one,) = find_source_problems(FileChange("kernels/a/a.cpp", base + b"int y = system(0);\n"), base)
+    assert one.data["problem"].data["line"] == 3  # the base has one use, and the file has two
+
+
+@pytest.mark.parametrize("option", ["-ffast-math", "-I/tmp", "-O2 -fplugin=x", "@file"])
+def test_cpp_may_name_only_options_of_the_list(option: str) -> None:
+    (one,) = find_source_problems(FileChange("kernels/a/a.cpp", f"// compile with: {option}\n".encode()), None)
+    assert (
+        one.data["problem"].code == "patch.compile_option" and "-funroll-loops" in one.data["problem"].data["allowed"]
+    )
+    allowed = " ".join(one.data["problem"].data["allowed"])
+    assert find_source_problems(FileChange("kernels/a/a.cpp", f"// compile with: {allowed}\n".encode()), None) == []
