@@ -4,8 +4,8 @@
     python -m benchmarks.judge.patch_timing measure … --gain 0.05 --busy 1 --label "one busy process"
     python -m benchmarks.judge.patch_timing table rounds.jsonl
 
-``measure`` makes real rounds of the gate (``factory.gates.patch.paired_rounds``): two new sandboxed trainers each, on the workspace's own recipe, data
-and last checkpoint. For a planted gain the *baseline* does extra matrix products in each step. ``--busy N`` starts N processes that compute all the
+``measure`` makes real rounds of the gate (``factory.gates.patch.paired_rounds``): two new sandboxed trainers each, on the workspace's own recipe,
+data and last checkpoint. For a planted gain the *baseline* does extra matrix products in each step. ``--busy N`` starts N processes that compute all the
 time. ``table`` draws sequences of these rounds with replacement, shows them to the judge one by one as the gate does, and counts the verdicts. For
 identical code each round also counts with its sides exchanged.
 """
@@ -197,7 +197,7 @@ def print_table(paths: Sequence[Path]) -> None:
             kept[row["label"], row["gain"]].append(row["round"])
     policy, draw = TrainingPolicy(), random.Random(1)
     print(
-        f"{SEQUENCES} sequences of at most {MOST_ROUNDS} rounds, drawn from real rounds; confidence {policy.confidence:g}, least gain {policy.min_gain:g}"
+        f"{SEQUENCES} sequences of at most {MOST_ROUNDS} real rounds; confidence {policy.confidence:g}, least gain {policy.min_gain:g}"
     )
     print(
         "| machine | planted | code | rounds | pair's scatter: wall, CPU of all, of busiest | gain | no gain | slower | undecided | pairs |"

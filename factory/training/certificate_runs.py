@@ -96,8 +96,8 @@ def gather_certificate_evidence(
         return evidence
     done = runs.train_with_live_code(sides["new"], [new], "certificate, new code")
     evidence = replace(evidence, new_failed=done.line)
-    before, repeated, after, *seeded = map(runs.open_arm_trace, (old, (*again, old)[0], new, *others))
-    return compare_certificate_runs(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
+    ours, repeated, after, *seeded = map(runs.open_arm_trace, (old, (*again, old)[0], new, *others))
+    return compare_certificate_runs(evidence, Path(spec["initial_checkpoint"]), ours, repeated, seeded, after)
 
 
 def derive_noise_seed(plan: dict[str, Any], number: int) -> int:

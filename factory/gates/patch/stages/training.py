@@ -32,6 +32,7 @@ from factory.gates.stage_interface import (
     PatchCase,
     StageEvidence,
     StageResult,
+    changes_code,
 )
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm_runner import ArmRunner
@@ -53,7 +54,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             (CANDIDATE, case.candidate, case.applied.commit),
         )
     )
-    new_code = case.changes_code
+    new_code = changes_code(case.changed_paths)
     same_bits = case.handed_on.get("matrix") is True and devices.get_device_kind() == "cpu"
     suspicions = Suspicions(new_code, new_code and same_bits and not may_round_differently(case))
     policy = case.policy.training

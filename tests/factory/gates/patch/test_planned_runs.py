@@ -160,7 +160,6 @@ def test_the_stage_adds_some_steps_to_the_policys_for_both_sides(
     case: Any = SimpleNamespace(
         **sides, start=TrainingStart(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
         changed_paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject", handed_on={},
-        changes_code=new_code,
     )  # fmt: skip
     for _ in range(60):
         result = training.run(case)
