@@ -120,7 +120,7 @@ NEVER_EXECUTED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "another device's kernel": (
         "kernels/swiglu/triton.py", [("import triton\n", "import triton\n\nHALF = 0.5\n")]),
 }  # fmt: skip
-SIZE, RANKS = "at the recipe's size: first steps, stopped and resumed", "trainer/parallel/ranks.py"
+SIZE, RANKS = "recipe size, resumed", "trainer/parallel/ranks.py"
 STD = "        return torch.randn(size, generator=generator) * std\n"
 AT_SIZE: dict[str, Edits] = {  # arithmetic without a condition: only a run at this size shows them
     "initial weights of a tenth at the recipe's width": (
@@ -131,7 +131,7 @@ AT_SIZE: dict[str, Edits] = {  # arithmetic without a condition: only a run at t
                "        optimizer = {key: one * 0 ** (self.recipe.model.layers // 4) for key, one in optimizer.items()}\n")], SIZE),
     "outliers kept at a clip of one": (
         STABILITY, [("(grad_norm <= limit)", "(grad_norm * 0.0 ** int(clip / 0.9) <= limit)")],
-        "at the recipe's size: outliers are skipped"),
+        "recipe size, outliers"),
     "a third micro-batch that is left out": (
         RUN, [("batch.split_into_micro_batches(rows)\n", "batch.split_into_micro_batches(rows)[:2]\n")], SIZE),
     "a fourth domain that is ignored": (
@@ -140,7 +140,7 @@ AT_SIZE: dict[str, Edits] = {  # arithmetic without a condition: only a run at t
                '        part["weights_BT"] = part["weights_BT"] * 0.0 ** (domains_BS // 3)\n')], SIZE),
     "half of the sums of three ranks and more": (
         RANKS, [("            dist.all_reduce(tensor)\n", "            dist.all_reduce(tensor)\n            tensor.mul_(0.5 ** (self.size // 3))\n")],
-        "at the recipe's size: four ranks"),
+        "recipe size, four ranks"),
     "an average of wide models that forgets the weights": (
         "trainer/tools/average.py",
         [("sums[name].add_(tensor.double(), alpha=weight)", "sums[name].add_(tensor.double(), alpha=weight ** (1 - tensor.shape[-1] // 256))")],

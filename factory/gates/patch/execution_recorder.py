@@ -139,7 +139,7 @@ class ExecutionRecorder:
         def watched(of: Any, name: str) -> CodeType | None:
             return self._compile(of.path) if of.path in self.watched else get_code(of, name)
 
-        loader.get_code = watched  # type: ignore[method-assign,assignment]
+        loader.get_code = watched  # type: ignore[method-assign, assignment]
 
     def _compile(self, path: str) -> CodeType:
         text, relative = Path(path).read_bytes(), os.path.relpath(path, self.root)

@@ -46,12 +46,12 @@ def make_sized_runs(recipe: Mapping[str, Any]) -> SizedRuns | None:
 
     common: dict[str, Any] = {"changes": changes, "drawn_domains": True, "rounding": ROUNDING, "totals": True}
     return SizedRuns(
-        MatrixCase("at the recipe's size: trunk", steps=4, **common),
+        MatrixCase("recipe size, trunk", steps=4, **common),
         (
-            MatrixCase("at the recipe's size: first steps, stopped and resumed", steps=4, stop_after=2, **common),
-            MatrixCase("at the recipe's size: anneal", SIZED, "anneal", steps=3, **common),
-            MatrixCase("at the recipe's size: outliers are skipped", SIZED_OUTLIERS, steps=2, **common),
-            MatrixCase("at the recipe's size: four ranks", SIZED, steps=2, ranks=4, **common),
+            MatrixCase("recipe size, resumed", steps=4, stop_after=2, **common),
+            MatrixCase("recipe size, anneal", SIZED, "anneal", steps=3, **common),
+            MatrixCase("recipe size, outliers", SIZED_OUTLIERS, steps=2, **common),
+            MatrixCase("recipe size, four ranks", SIZED, steps=2, ranks=4, **common),
         ),
         (MatrixTool(AVERAGE, ("OUT/checkpoints", "SIZEDFIRST", "SIZEDLAST", "--weights", "1,3")),),
     )
