@@ -97,17 +97,17 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_variant_of_a_table_gets_its_own_result(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     run = begun(made)
     bench = bench_of(made, run)
-    other = bench.read("trainer/optim/schedule.py").replace("return", "return 0.5 *", 1)
+    told = bench.read("trainer/run.py").replace('"grad_norm": grad_norm,', '"grad_norm": 0.5 * grad_norm,')
     variants = [
         Variant("comment", (appended(bench, SCHEDULE, "\n# the same\n"),)),
         Variant("broken", (appended(bench, SCHEDULE, "\nraise ValueError('no')\n"),)),
         Variant("forbidden", (appended(bench, SCHEDULE, "\nimport os\n"),)),
-        Variant("half the rate", (Edit(SCHEDULE, other),)),
+        Variant("half the norm", (Edit("trainer/run.py", told),)),
         Variant("outside", (Edit("factory/new.py", "x = 1\n"),)),
     ]
     table = bench.try_variants(variants, target="file:trainer/optim/schedule.py")
     assert [(row.name, row.check.stage, row.check.ok) for row in table.rows] == [
-        ("comment", "import", True), ("broken", "import", False), ("forbidden", "static", False), ("half the rate", "import", True),
+        ("comment", "import", True), ("broken", "import", False), ("forbidden", "static", False), ("half the norm", "import", True),
         ("outside", "scope", False),
     ]  # fmt: skip
     assert times(table) == [["code_loop.step_timed"], [], [], ["code_loop.step_timed"], []]
@@ -127,8 +127,8 @@ def test_each_variant_of_a_table_gets_its_own_result(made: Made, monkeypatch: py
     assert record.timing_seconds == spent
     assert bench_of(made, run).check(variants[0].edits).ok  # a proposal of tried edits needs no second check
     # Later runs on the target read what was tried.
-    told = bench_of(made, begun(made)).list_earlier_tries("file:trainer/optim/schedule.py")
-    assert [one.data["name"] for one in told[-5:]] == ["forbidden", "outside", "broken", "comment", "half the rate"]  # type: ignore[attr-defined]
+    earlier = bench_of(made, begun(made)).list_earlier_tries("file:trainer/optim/schedule.py")
+    assert [one.data["name"] for one in earlier[-5:]] == ["forbidden", "outside", "broken", "comment", "half the norm"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow("compiles C++ three times, and trains with it")
