@@ -282,7 +282,6 @@ def test_code_that_judges_imports_nothing_that_agents_may_patch() -> None:
     )  # they tell what the live code does here
     judges = [n for n in EVERY if n.startswith("factory.") and not n.startswith(shown_to_people)]
     for name in (
-        "factory.code_loop.try_driver",
         "factory.gates.patch.op_driver",
         "factory.gates.patch.matrix.train_cases",
         "factory.code_loop.try_driver",

@@ -5,9 +5,9 @@
     python -m benchmarks.judge.patch_timing table rounds.jsonl
 
 ``measure`` makes real rounds of the gate (``factory.gates.patch.paired_rounds``): two new sandboxed trainers each, on the workspace's own recipe,
-data and last checkpoint. For a planted gain the *baseline* does extra matrix products in each step. ``--busy N`` starts N processes that compute all the
-time. ``table`` draws sequences of these rounds with replacement, shows them to the judge one by one as the gate does, and counts the verdicts. For
-identical code each round also counts with its sides exchanged.
+data and last checkpoint. For a planted gain the *baseline* does extra matrix products in each step. ``--busy N`` starts N processes that compute
+all the time. ``table`` draws sequences of these rounds with replacement, shows them to the judge one by one as the gate does, and counts the
+verdicts. For identical code each round also counts with its sides exchanged.
 """
 
 from __future__ import annotations

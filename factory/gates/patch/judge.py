@@ -91,7 +91,12 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
     if wall is None:
         not_timed = Message("patch.not_timed", "The whole training step was timed too rarely or not at all.")
         return Verdict(HOLD, (not_timed,))
-    by_wall = _make_gain_message(found, "the wall clock", wall, drift)
+    by_wall = Message(
+        "patch.wall_gain",
+        "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (between {lower:.3f}× and {upper:.3f}×, "
+        "{pairs:,|pair|pairs} of runs). The weights are {drift:.2g} of their way apart.",
+        pairs=len(found["baseline_seconds"]), drift=drift, **wall.to_json(),
+    )  # fmt: skip
     if wall.lower > policy.min_gain:
         if found.get("new_code") is False:
             return Verdict(PROMOTE, (by_wall,))
@@ -104,7 +109,14 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         )  # fmt: skip
         return Verdict(REJECT, (no_gain, by_wall))
     by_cpu = compute_cpu_gains(policy, found, shared)
-    told = tuple(_make_gain_message(found, CPU_CLOCKS[clock], gain, drift) for clock, gain in by_cpu.items())
+    told = tuple(
+        Message(
+            "patch.cpu_gain",
+            "By the CPU time of {clock}, the candidate's step is {ratio:.3f}× as fast as the baseline's (between {lower:.3f}× and {upper:.3f}×).",
+            clock=CPU_CLOCKS[clock], **gain.to_json(),
+        )
+        for clock, gain in by_cpu.items()
+    )  # fmt: skip
     shown = [gain.lower for gain in by_cpu.values()]
     if cpu_may_decide and len(shown) == len(CPU_CLOCKS) and policy.min_gain < min(shown) <= wall.upper:
         decided = Message(
@@ -119,15 +131,6 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         needed=policy.min_gain, lower=wall.lower, upper=wall.upper, pairs=len(found["baseline_seconds"]), rounds=len(found["round_pairs"]),
     )  # fmt: skip
     return Verdict(HOLD, (unclear, by_wall, *told))
-
-
-def _make_gain_message(found: Mapping[str, Any], clock: str, gain: StepGain, drift: float) -> Message:
-    return Message(
-        "patch.gain",
-        "By {clock}, the candidate's step is {ratio:.3f}× as fast as the baseline's (between {lower:.3f}× and {upper:.3f}×, {pairs:,|pair|pairs} of "
-        "runs).",
-        clock=clock, pairs=len(found["baseline_seconds"]), drift=drift, **gain.to_json(),
-    )  # fmt: skip
 
 
 def _make_bits_message(drift: float) -> Message:

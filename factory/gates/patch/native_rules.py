@@ -79,11 +79,14 @@ def _reaches(text: str) -> Iterator[tuple[int, Message]]:
         rest = joined[found.end(1) : found.end()].strip()  # the name of a header is hidden as a text
         if problem := _find_directive_problem(found[1], rest):
             yield line_at(found.start()), problem
-    for found in WORD.finditer(hidden):
-        if found[0] in FORBIDDEN or found[0].startswith(("Py_", "PyObject", "PyEval")):
-            yield line_at(found.start()), Message("patch.native_uses", "the code uses {name}", name=found[0])
-    for found in IN_STD.finditer(hidden):
-        yield line_at(found.start()), Message("patch.native_uses", "the code uses {name}", name=f"std::{found[1]}")
+    uses = [
+        (found.start(), found[0])
+        for found in WORD.finditer(hidden)
+        if found[0] in FORBIDDEN or found[0].startswith(("Py_", "PyObject", "PyEval"))
+    ]
+    uses += [(found.start(), f"std::{found[1]}") for found in IN_STD.finditer(hidden)]
+    for place, name in uses:
+        yield line_at(place), Message("patch.native_uses", "the code uses {name}", name=name)
     for found in MUTABLE_STATIC.finditer(hidden):
         if found[2] != "(":
             yield (

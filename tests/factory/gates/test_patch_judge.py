@@ -35,7 +35,7 @@ MIXED = [1.0, 0.9, 0.7, 1.0, 0.9, 0.7]  # faster or not, who knows
 
 def test_a_clear_gain_promotes_and_says_how_much() -> None:
     verdict = judge_patch(POLICY, GOOD)
-    assert verdict.outcome == "promote" and tells(verdict.reasons[:1], expect("patch.gain", ratio=1.25, pairs=6))
+    assert verdict.outcome == "promote" and tells(verdict.reasons[:1], expect("patch.wall_gain", ratio=1.25, pairs=6))
     assert len(verdict.reasons) <= 5
 
 
@@ -66,8 +66,8 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
             "hold",
             expect("patch.bits_only_here", drift=0.01),
         ),
-        (evidence(QUIET, FAST, same_bits=False, bits_expected=False), "promote", expect("patch.gain")),
-        (evidence(QUIET, FAST, same_bits=True, bits_expected=True), "promote", expect("patch.gain")),
+        (evidence(QUIET, FAST, same_bits=False, bits_expected=False), "promote", expect("patch.wall_gain")),
+        (evidence(QUIET, FAST, same_bits=True, bits_expected=True), "promote", expect("patch.wall_gain")),
         ({}, "hold", expect("gates.no_evidence", stage="scope")),
         (GOOD | {"tries": None}, "hold", expect("gates.tries_unknown")),
     ],
@@ -229,8 +229,8 @@ def test_the_reasons_of_a_promotion_are_few_and_in_order() -> None:
     found = evidence(QUIET, FAST, new_code=True, long=LONG)
     found["stages"]["evals"]["gains"] = {"code": [0.0, 0.0], "docs": [-0.01, -0.012, -0.011], "chat": [0.1, 0.1]}
     told = judge_patch(POLICY, found).reasons
-    assert codes(told) == ["patch.gain", "patch.long_gain", "patch.worst_domain"]
-    assert tells(told[:1], expect("patch.gain", ratio=1.25, drift=0.01))
+    assert codes(told) == ["patch.wall_gain", "patch.long_gain", "patch.worst_domain"]
+    assert tells(told[:1], expect("patch.wall_gain", ratio=1.25, drift=0.01))
     assert tells(told[1:2], expect("patch.long_gain", ratio=1.2, steps=80))
     assert tells(told[2:], expect("patch.domain_change", domain="docs", change=0.011, documents=3))
 

@@ -206,8 +206,12 @@ def test_cpu_time_decides_only_if_both_cpu_clocks_show_the_gain(
     verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **(told | others)))
     assert verdict.outcome == outcome and len(verdict.reasons) <= 5, verdict
     if outcome == "promote":
-        assert tells(verdict.reasons[:1], expect("patch.gain", clock="the CPU time of all processes", ratio=1.25))
-        assert [reason.code for reason in verdict.reasons[1:4]] == ["patch.gain", "patch.gain", "patch.decided_by_cpu"]
+        assert tells(verdict.reasons[:1], expect("patch.cpu_gain", clock="patch.all_processes", ratio=1.25))
+        assert [reason.code for reason in verdict.reasons[1:4]] == [
+            "patch.cpu_gain",
+            "patch.wall_gain",
+            "patch.decided_by_cpu",
+        ]
     if outcome == "hold":
         assert tells(verdict.reasons[:1], expect("patch.unclear", pairs=6, rounds=2))
 
@@ -216,7 +220,7 @@ def test_a_clear_wall_clock_is_not_overruled_by_cpu_time() -> None:
     told = FAIR | {"cpu": {"tree": LESS, "thread": LESS}}
     quiet = [1.0, 1.01, 1.0, 1.0, 0.99, 1.0]
     verdict = judge_patch(SHIPPED, evidence(quiet, quiet, **told))
-    assert verdict.outcome == "reject" and verdict.reasons[1].code == "patch.gain"
+    assert verdict.outcome == "reject" and verdict.reasons[1].code == "patch.wall_gain"
 
 
 def test_two_ways_to_show_a_gain_share_the_error() -> None:

@@ -15,7 +15,6 @@ from factory.gates.patch.matrix.cases import AVERAGE, VOCABULARY, MatrixCase, Ma
 from trainer.contract.recipe import Recipe
 
 CONTEXT = 24
-DRAWN_DOMAINS = 4  # the number of domains of these runs
 # Above this number of weights, a run takes longer than all tiny runs. Below it, nothing is made smaller. (demo has 4.5 million.)
 MOST_WEIGHTS = 6_000_000
 ROUNDING = (

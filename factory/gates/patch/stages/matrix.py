@@ -241,7 +241,7 @@ def find_unexecuted_changes(
     """
     answers: OpAnswers | None = case.handed_on.get("oracle")
     checked = {job["op"] for job in answers.jobs} if answers else set()
-    found = find_unexecuted_native_files(case.changed_paths, checked, executed)
+    found = find_unexecuted_native_files([change.path for change in case.changes], checked, executed)
     found += [
         part
         for path, base, text in iterate_python_changes(case)

@@ -230,10 +230,11 @@ def test_the_new_and_the_removed_lines_of_python_files_must_be_executed() -> Non
         FileChange("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, read_base_file=base.get, handed_on={})
-    assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode(), ExecutedCode())] == [
-        "trainer/a.py:3: 2",
-        "trainer/b.py:1: 3",
-        "in the old file, which the patch changes: trainer/c.py:1: 4",
+    parts = matrix.find_unexecuted_changes(case, ExecutedCode(), ExecutedCode())
+    assert [(part.path, part.line, part.source, part.removed) for part in parts] == [
+        ("trainer/a.py", 3, "2", False),
+        ("trainer/b.py", 1, "3", False),
+        ("trainer/c.py", 1, "4", True),
     ]
 
 
