@@ -57,8 +57,16 @@ ONLY_TIME = {
     ("factory/status/daemon_log.py", "os.replace(newer, older)"): "a log",
     ("factory/status/daemon_log.py", "os.replace(aside, self.note)"): "what the daemon does now",
     ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
-    ("factory/gates/patch/stages/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
+    ("factory/gates/patch/paired_rounds.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
+    (
+        "factory/code_loop/try_driver.py",
+        '(place / "result.tmp").rename(place / "result.json")',
+    ): "in the sandbox's own folder",
+    (
+        "factory/code_loop/try_driver.py",
+        '(folder / "spec.tmp").rename(folder / "segment.json")',
+    ): "in the sandbox's own folder",
     ("factory/demo/import_demo.py", "os.rename(aside, folder)"): "a corpus that is made again",
     (
         "factory/demo/public_model.py",

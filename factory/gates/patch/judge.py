@@ -28,8 +28,8 @@ from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
 CPU_CLOCKS = {
-    "tree": "the CPU time of all processes",
-    "thread": "the CPU time of the busiest thread",
+    "tree": Message("patch.all_processes", "all processes"),
+    "thread": Message("patch.busiest_thread", "the busiest thread"),
 }  # key of the evidence → its name for a person
 OPTIONAL_STAGES = {
     "oracle",

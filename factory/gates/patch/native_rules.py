@@ -15,25 +15,33 @@ from kernels.contract.compile_options import OPTIONS, list_compile_options
 from kernels.contract.message import Message
 
 NATIVE_SUFFIXES = (".cpp", ".h", ".cu", ".cuh")
-STANDARD_HEADERS = """algorithm array atomic bit cfloat climits cmath complex concepts cstddef cstdint cstring functional initializer_list iterator
-limits memory new numeric optional span tuple type_traits utility vector arm_neon.h immintrin.h omp.h"""
-TORCH_HEADERS = """ATen/Parallel.h ATen/OpMathType.h ATen/core/ATen_fwd.h ATen/native/CPUBlas.h c10/macros/Macros.h c10/util/BFloat16.h
-c10/util/Half.h"""
-CUDA_HEADERS = "cooperative_groups.h cuda_bf16.h cuda_fp16.h cuda_fp8.h cuda_runtime.h mma.h"
-HEADERS = frozenset(f"{STANDARD_HEADERS} {TORCH_HEADERS} {CUDA_HEADERS}".split())
+STANDARD_HEADERS = (
+    "algorithm,array,atomic,bit,cfloat,climits,cmath,complex,concepts,cstddef,cstdint,cstring,functional,initializer_list,iterator,"
+    "limits,memory,new,numeric,optional,span,tuple,type_traits,utility,vector,arm_neon.h,immintrin.h,omp.h"
+)
+TORCH_HEADERS = (
+    "ATen/Parallel.h,ATen/OpMathType.h,ATen/core/ATen_fwd.h,ATen/native/CPUBlas.h,c10/macros/Macros.h,c10/util/BFloat16.h,"
+    "c10/util/Half.h"
+)
+CUDA_HEADERS = "cooperative_groups.h,cuda_bf16.h,cuda_fp16.h,cuda_fp8.h,cuda_runtime.h,mma.h"
+HEADERS = frozenset(f"{STANDARD_HEADERS},{TORCH_HEADERS},{CUDA_HEADERS}".split(","))
 HEADER_FOLDER = "ATen/cpu/vec/"
 DIRECTIVES = {"include", "define", "undef", "if", "ifdef", "ifndef", "elif", "else", "endif", "pragma", "error"}
 PRAGMAS = {"once", "omp", "unroll"}
-PROCESSES = """system popen fork vfork clone posix_spawn posix_spawnp execl execle execlp execv execve execvp execvpe kill raise sigaction exit _exit
-quick_exit abort atexit at_quick_exit setjmp longjmp pthread_create ptrace getpid"""
-FILES = """fopen freopen fdopen open openat creat ifstream ofstream fstream filesystem unlink rename mmap mprotect munmap socket connect getenv
-secure_getenv setenv putenv environ syscall"""
-CLOCKS = (
-    """clock clock_gettime gettimeofday chrono __rdtsc _rdtsc __rdtscp clock64 globaltimer rand srand random_device"""
+PROCESSES = (
+    "system,popen,fork,vfork,clone,posix_spawn,posix_spawnp,execl,execle,execlp,execv,execve,execvp,execvpe,kill,raise,sigaction,"
+    "exit,_exit,quick_exit,abort,atexit,at_quick_exit,setjmp,longjmp,pthread_create,ptrace,getpid"
 )
-LOADER = """asm __asm __asm__ dlopen dlsym dlmopen dladdr constructor destructor ifunc weak alias thread_local __builtin_return_address
-__builtin_frame_address _Pragma __has_include __has_embed"""
-FORBIDDEN = frozenset(f"{PROCESSES} {FILES} {CLOCKS} {LOADER}".split())
+FILES = (
+    "fopen,freopen,fdopen,open,openat,creat,ifstream,ofstream,fstream,filesystem,unlink,rename,mmap,mprotect,munmap,socket,connect,"
+    "getenv,secure_getenv,setenv,putenv,environ,syscall"
+)
+CLOCKS = "clock,clock_gettime,gettimeofday,chrono,__rdtsc,_rdtsc,__rdtscp,clock64,globaltimer,rand,srand,random_device"
+LOADER = (
+    "asm,__asm,__asm__,dlopen,dlsym,dlmopen,dladdr,constructor,destructor,ifunc,weak,alias,thread_local,__builtin_return_address,"
+    "__builtin_frame_address,_Pragma,__has_include,__has_embed"
+)
+FORBIDDEN = frozenset(f"{PROCESSES},{FILES},{CLOCKS},{LOADER}".split(","))
 IN_STD = re.compile(r"\bstd\s*::\s*(thread|jthread|async|time|signal)\b")
 HIDDEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"([^()\s\\]{0,16})\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9A-Za-z_])\'(?:\\.|[^\'\\\n])+\'',
