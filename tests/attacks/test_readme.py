@@ -23,5 +23,6 @@ def test_every_test_that_the_table_names_is_there() -> None:
         "test_every_test_that_the_table_names_is_there",
         "test_every_attack_applies_to_the_present_code",
         "test_every_cheat_applies_to_the_present_code",
+        "test_removed_code_that_the_old_code_executed_is_not_listed",
     }
     assert own - named == about_the_tests

@@ -161,7 +161,7 @@ UNSURE = factors([1.0, 1.0], [0.7, 1.3])
         ({}, 2, "passed", "reject", NO_GAIN),
         (FASTER, 2, "passed", "promote", expect("patch.wall_gain", pairs=4)),
         (factors([1.0, 1.01], [0.975, 0.965]), 5, "passed", "promote", expect("patch.cpu_gain")),  # a small gain
-        (factors([1.0, 1.3], [0.8, 0.9]), 3, "passed", "promote", expect("patch.cpu_gain")),  # a pair more
+        (factors([1.0, 1.3], [0.8, 0.9]), 3, "passed", "promote", expect("patch.wall_gain", pairs=5)),  # a pair more
     ],
 )
 def test_rounds_are_added_until_the_gain_is_clear(
