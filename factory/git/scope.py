@@ -137,7 +137,8 @@ class AgentsPolicy(StrictPolicy):
     max_patch_bytes: Count = 200_000
     """The most bytes of all changed files together."""
     measure_seconds: float = Field(default=60.0, gt=0)
-    """The most seconds that an agent may spend on measuring implementations that exist already, before it proposes."""
+    """The seconds that an agent may spend on measuring implementations that exist already, before it proposes. A measurement that has begun then
+    goes on for at most two minutes more."""
     max_tries: int = Field(default=24, ge=0)
     """The most variants of a patch that one run of an agent may have timed (``try_patch``). 0: their results are checked, but nothing is timed."""
     try_seconds: float = Field(default=240.0, ge=0)

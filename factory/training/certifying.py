@@ -44,6 +44,7 @@ from kernels.contract.message import Message
 
 GATE = "code"
 PREFLIGHT = "preflight"
+PREFLIGHT_JUDGE = 2  # what an older judge decided for another segment is not taken over
 RUNS_FOLDER = {
     GATE: "certificate",
     PREFLIGHT: "preflight",
@@ -306,6 +307,6 @@ def _run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Ve
         evidence = run_preflight(plant, row, policy)
         return judge_preflight(policy, evidence), asdict(evidence)
 
-    parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
+    parts = [PREFLIGHT_JUDGE, policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
     judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return _verdict(plant, row, PREFLIGHT, judged, hash_policy(policy), None, measure)
