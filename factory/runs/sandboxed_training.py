@@ -49,7 +49,7 @@ class ArmRunEnd:
     out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
     cpu: UsedCpuSeconds | None = None  # CPU time of the sandbox in this time; None: unknown, or there was only one arm
     opened: int = -1  # descriptor of ``folder`` if there are several arms, valid until the iterator is closed
-    init: int = 0  # process number of the init of the sandbox, which runs until the iterator is closed; 0: it has ended
+    init: int = 0  # process number of the init of the sandbox, which runs until the iterator is closed; 0: there was only one arm
 
 
 def train_sandboxed(
@@ -164,7 +164,11 @@ class _Trainer:
             self._enough.set()
             self._process.result()
         return ArmRunEnd(
-            arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened, init=0 if goes_on else self._inits[0]
+            arm.path,
+            seconds,
+            cpu=cpu,
+            opened=-1 if shown else arm.opened,
+            init=0 if goes_on or shown else self._inits[0],
         )
 
     def _wait_for(self, folder: int, name: str, deadline: float) -> bool:

@@ -79,9 +79,9 @@ def thaw(frozen: FrozenSandbox) -> float:
 
 
 def _holds_tree(group: Path, init: int) -> bool:
-    """Return whether all processes of the sandbox are in a control group. None can leave it from inside."""
+    """Return whether all living processes of the sandbox are in a control group. None can leave it from inside."""
     members = set(map(int, (group / "cgroup.procs").read_text().split()))
-    return members >= set(_list_tree(init))
+    return members >= {process for process in _list_tree(init) if any(_read_threads(process))}
 
 
 def _is_frozen(group: Path) -> bool:

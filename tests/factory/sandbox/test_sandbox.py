@@ -429,7 +429,9 @@ def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
         except IsolationError as error:
             print(error)
     """
-    result = inside(tmp_path, code, str(ROOT), readonly=(ROOT / "factory", ROOT / "agents", ROOT / "kernels"))
+    result = inside(
+        tmp_path, code, str(ROOT), readonly=tuple(ROOT / name for name in ("factory", "agents", "kernels", "trainer"))
+    )
     assert result.ok and "no sandbox" in result.stdout and "user namespaces" in result.stdout, result
     assert not list((tmp_path / "out").glob("inner/*"))
 

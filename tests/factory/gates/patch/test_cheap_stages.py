@@ -216,7 +216,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         tmp_path / "base",
         tmp_path / "patch",
         work,
-        [path for path in files if path.endswith(".py")],
+        {path: [1] for path in files if path.endswith(".py")},
     )
     if again:
         assert asked.pop(0) == (told, policy.patience, tmp_path / "patch", work)

@@ -369,7 +369,7 @@ def test_the_record_names_the_cpp_libraries_that_the_process_loaded(tmp_path: Pa
         f"import runpy, torch\nrecorder = runpy.run_path({str(RECORDER_FILE)!r})\n"
         "before = recorder['list_native_libraries']()\n"
         "from kernels import native\nnative.load_library('swiglu')\n"
-        "print(before, recorder['ExecutionRecorder']('.', []).to_json()['native'])\n"
+        "print(before, recorder['ExecutionRecorder']('.', {}).to_json()['native'])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -381,5 +381,5 @@ def test_the_record_names_the_cpp_libraries_that_the_process_loaded(tmp_path: Pa
     )
     assert done.stdout.split("\n")[0] == "[] ['swiglu']"
     record = ExecutedCode()
-    record.add_record({"lines": {}, "instructions": {}, "traced": {}, "launched": {}})  # an older driver's
+    record.add_record({"lines": {}, "instructions": {}, "traced": {}, "launched": {}, "conditions": {}})  # an older driver's
     assert record.native == set()

@@ -254,8 +254,8 @@ def test_old_code_of_an_op_answers_the_op_checks_before_a_removed_line_holds(
     monkeypatch.setattr(matrix, "record_old_code", record)
     for oracle, left, times in (
         (None, 1, 0),
-        (SimpleNamespace(executes=False), 1, 1),
-        (SimpleNamespace(executes=True), 0, 1),
+        (SimpleNamespace(jobs=[], executes=False), 1, 1),
+        (SimpleNamespace(jobs=[], executes=True), 0, 1),
     ):
         asked.clear()
         case: Any = SimpleNamespace(
@@ -470,8 +470,8 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     )
     for answers, state in (
         (None, "missing"),
-        (SimpleNamespace(executed=ExecutedCode()), "missing"),
-        (SimpleNamespace(executed=ExecutedCode(instructions={path: at(2)})), "passed"),
+        (SimpleNamespace(jobs=[], executed=ExecutedCode()), "missing"),
+        (SimpleNamespace(jobs=[], executed=ExecutedCode(instructions={path: at(2)})), "passed"),
     ):
         case.handed_on = {"oracle": answers}
         found = matrix.run(case).evidence

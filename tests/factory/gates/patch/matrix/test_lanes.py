@@ -170,7 +170,7 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
         ("0", {"notes": "{"}, False, "cannot be read"),
         ("0", {"notes": "[]"}, False, "cannot be read"),
         ("0", {"notes": '{"executed": {}}'}, False, "cannot be read"),
-        ("0", {"notes": "[" * 100_000}, False, "cannot be read: maximum"),
+        ("0", {"notes": "[" * 100_000}, False, "cannot be read: it is nested"),
         ("ranks", {"ranks": 1}, False, "cannot be read: rank-1.json"),
         ("ranks", {"codes": [1]}, False, "run 'ranks' ended with exit code 1"),
     ],
