@@ -121,15 +121,13 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     if training.get("out_of_time"):  # a limit stopped a session on a busy machine
         assert training["state"] == "missing" and row["outcome"] == "hold", training
     elif training:
-        assert "baseline_seconds" in training, training
-        assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
-        assert 0 < training["drift"] < training["control_drift"] / 2
+        assert 0 < training["drift"] < training["control_drift"] / 2, training
         if training["state"] == "passed":
+            assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 4
             assert row["evidence"]["gain"]["noise"] >= 1
         else:  # too busy a machine
-            assert training["state"] == "missing" and tells(training["reasons"], expect("patch.clock_untrusted")), (
-                training
-            )
+            assert training["state"] == "missing" and training["undecided"], training
+            assert row["outcome"] == "hold"
     else:
         assert row["outcome"] == {"failed": "reject", "missing": "hold"}[stages["isolated"]["state"]]
         assert stages["isolated"]["ops"]["linear_cross_entropy"]["ratio"] > 0  # it was timed
