@@ -215,7 +215,7 @@ class _Measured:
         own = get_window_checkpoint_folder(plant, row, window.first) if window.first > row.first_step else None
         return Arm(
             name, spec, repository.read_git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
-            recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
+            recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": row.last_step // until + 1},
             start=start or own, until=until, kernels=kernels, repeat=name == "again",
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from factory.code_loop.trying import read_step_times, read_times_alone
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.workspace import find_checkout_root
+from factory.gates.patch.execution_recorder import list_native_libraries
 from factory.gates.training_start import find_training_start
 from factory.ledger.ledger import agent_runs
 from factory.ledger.plant import Plant
@@ -137,7 +138,7 @@ def test_cpp_is_checked_timed_and_compiled_only_in_the_sandbox(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    bench = bench_of(made, begun(made))
+    bench, loaded = bench_of(made, begun(made)), list_native_libraries()
     native, text = chosen(bench, "native"), bench.read(SWIGLU)
     edited = {
         "options": f"// compile with: -funroll-loops\n{text}",
@@ -153,7 +154,9 @@ def test_cpp_is_checked_timed_and_compiled_only_in_the_sandbox(
     assert times(table) == [["code_loop.timed", "code_loop.step_timed"], [], [], []]
     assert "gradient" in str(table.rows[1].check.problems[0]) and "zero" in str(table.rows[2].check.problems)
     assert codes([table.rows[3].check.problems[0].data["problem"].data["problem"]]) == ["patch.native_uses"]  # type: ignore[attr-defined]
-    assert not list(tmp_path.rglob("*.so")) and "factory-kernels" not in Path("/proc/self/maps").read_text()
+    assert not list(tmp_path.rglob("*.so")) and list_native_libraries() == loaded, (
+        "nothing of it was compiled or loaded here"
+    )
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def end_group(group: Path) -> None:
 
 
 @pytest.mark.slow("a trainer that eats three gigabytes and is killed for it by the kernel")
-def test_the_report_of_a_death_by_the_oom_killer_names_it(plant: Opened, segment: int) -> None:
+def test_the_report_of_a_death_for_want_of_memory_names_it(plant: Opened, segment: int) -> None:
     group = limited_group()
     if group is None:
         pytest.skip("no control group with a memory limit can be made here")
@@ -189,7 +189,7 @@ def test_the_report_of_a_death_by_the_oom_killer_names_it(plant: Opened, segment
     finally:
         end_group(group)
     assert done.returncode == SegmentError.exit_code, done.stderr
-    assert "OOM killer (SIGKILL)" in done.stderr
+    assert "out of memory" in done.stderr or "OOM killer" in done.stderr  # the limit of live code, or the group's
     assert deaths(ledger, segment)[-1]["how"] == OUT_OF_MEMORY
 
 

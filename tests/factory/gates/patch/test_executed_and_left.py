@@ -381,5 +381,7 @@ def test_the_record_names_the_cpp_libraries_that_the_process_loaded(tmp_path: Pa
     )
     assert done.stdout.split("\n")[0] == "[] ['swiglu']"
     record = ExecutedCode()
-    record.add_record({"lines": {}, "instructions": {}, "traced": {}, "launched": {}, "conditions": {}})  # an older driver's
+    record.add_record(
+        {"lines": {}, "instructions": {}, "traced": {}, "launched": {}, "conditions": {}}
+    )  # an older driver's
     assert record.native == set()
