@@ -22,6 +22,7 @@ def judge_batch(site: Site, batch: Batch) -> list[CodeJudgement]:
     return [judge_preflight(policy, evidence) for _, evidence in site.measure(batch)]
 
 
+@pytest.mark.sample("squares summed row by row")
 @pytest.mark.slow("four whole preflights of each commit, with two ranks")
 @pytest.mark.parametrize("name", ["squares summed row by row", "twice the micro-batches, last one first"])
 def test_an_honest_refactor_passes_at_each_width(site: Site, name: str) -> None:
