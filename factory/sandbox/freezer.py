@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,13 @@ def freeze(init_pid: int, seconds: float = 10.0) -> FrozenSandbox:
 
     It can still be killed. Call ``thaw`` afterwards, also when the result is not ``still``. The sandbox's wall clock limit goes on.
     """
-    deadline = time.monotonic() + seconds
+    try:
+        return _freeze(init_pid, time.monotonic() + seconds)
+    except OSError:  # the sandbox ended meanwhile, and its group was removed
+        return FrozenSandbox(init_pid, False, None, {})
+
+
+def _freeze(init_pid: int, deadline: float) -> FrozenSandbox:
     group = find_freezer(init_pid)
     if group is not None and not _holds_tree(group, init_pid):
         group = None  # a process came into the sandbox from outside
@@ -66,13 +72,23 @@ def thaw(frozen: FrozenSandbox) -> float:
     It is infinite if a thread has ended in the meantime, whose clock cannot be read any more.
     """
     processes = list(_list_tree(frozen.init))  # all: one whose parent ends now is not found again below it
-    clocks = {thread: clock for process in processes for thread, _, clock in _read_threads(process)}
+    used = _sum_used_seconds(frozen, processes)
     if frozen.group is not None:
         with contextlib.suppress(OSError):  # the sandbox has ended, and its group was removed
             (frozen.group / FREEZE).write_text("0")
     else:
         for process in processes:
             _send(process, frozen.init, signal.SIGCONT)
+    return used
+
+
+def read_used_seconds(frozen: FrozenSandbox) -> float:
+    """Return the CPU seconds that the processes of a frozen sandbox used since they stood still, as ``thaw`` does, without a thaw."""
+    return _sum_used_seconds(frozen, _list_tree(frozen.init))
+
+
+def _sum_used_seconds(frozen: FrozenSandbox, processes: Iterable[int]) -> float:
+    clocks = {thread: clock for process in processes for thread, _, clock in _read_threads(process)}
     if frozen.clocks.keys() - clocks.keys():
         return math.inf
     return sum(clock - frozen.clocks.get(thread, 0) for thread, clock in clocks.items()) / 1e9

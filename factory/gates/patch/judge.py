@@ -85,8 +85,8 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         return Verdict(REJECT, (make_training_difference_message(policy, found),))
     if found.get("bits_expected") and found.get("same_bits") is False:
         return Verdict(HOLD, (_make_bits_message(drift),))
-    cpu_may_decide = found.get("device") == "cpu" and found.get("new_code") is False
-    shared = tries * (2 if cpu_may_decide else 1)  # two ways to show a gain share the error
+    cpu_may_decide = _count_ways(found) == 2
+    shared = tries * _count_ways(found)
     wall = compute_step_gain(policy, found, found, shared)
     if wall is None:
         not_timed = Message("patch.not_timed", "The whole training step was timed too rarely or not at all.")
@@ -150,12 +150,18 @@ def are_training_results_different(policy: TrainingPolicy, found: Mapping[str, A
 
 def find_measured_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """Return the gain that reports show: the one that decided, which is the wall clock's, or else the smaller of the CPU clocks'."""
-    wall = compute_step_gain(policy, found, found, tries)
+    shared = tries * _count_ways(found)
+    wall = compute_step_gain(policy, found, found, shared)
     if wall is not None and wall.lower <= policy.min_gain < wall.upper:
         verdict = judge_training(policy, found, tries)
         if verdict.outcome == PROMOTE:
-            return min(compute_cpu_gains(policy, found, tries).values(), key=lambda one: one.ratio)
+            return min(compute_cpu_gains(policy, found, shared).values(), key=lambda one: one.ratio)
     return wall
+
+
+def _count_ways(found: Mapping[str, Any]) -> int:
+    """Return the number of ways to show a gain, which share the error: 2 where CPU time may decide."""
+    return 2 if found.get("device") == "cpu" and found.get("new_code") is False else 1
 
 
 def compute_cpu_gains(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> dict[str, StepGain]:

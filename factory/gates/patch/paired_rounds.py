@@ -62,6 +62,8 @@ from trainer.contract.checkpoint.format import Tensors
 
 WARM_STEPS = 5  # the most warm-up steps of a process: the first steps are slower, and every pair has both sides
 MOST_PROCESSES = 512  # of a trainer, whose memory is read
+PERHAPS_FASTER = 0.95  # ratio of the time of all runs, from which new code also makes a long run
+MOST_LONG_PAIRS = 4  # after so many, a gain that a quicker start could cause is not measured further
 ROOM = 1.5  # free memory that a second trainer needs beside the first, as a multiple of what the first one uses
 RunPair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
@@ -144,7 +146,7 @@ class PairedRounds:
                 now = time.monotonic()
                 longest = max(longest, now - round_began)
                 found = self.make_evidence()
-                if self._is_clear(found):
+                if self._is_clear(found) or self._is_hopeless(found):
                     return found
                 if len(self.round_pairs) >= policy.rounds and now - began + longest > policy.budget_seconds:
                     return self._undecided(found, now - began)
@@ -156,6 +158,15 @@ class PairedRounds:
         return judge_training(self.policy, found, self.tries).outcome != HOLD or (
             found["bits_expected"] and not found["same_bits"]
         )
+
+    def _is_hopeless(self, found: StageEvidence) -> bool:
+        """Whether more rounds would not help, though nothing is decided: a person has to change the policy."""
+        if len(self.round_pairs) < self.policy.rounds:
+            return False
+        if found["state"] != "passed":
+            return bool(found["doubt"].code == "patch.too_short")
+        reasons = judge_training(self.policy, found, self.tries).reasons
+        return len(self.long) >= MOST_LONG_PAIRS and reasons[0].code == "patch.quicker_start"
 
     def _undecided(self, found: StageEvidence, seconds: float) -> StageEvidence:
         """Return the evidence of a measurement that ran out of time."""
@@ -277,8 +288,9 @@ class PairedRounds:
             raise EndedEarlyError(make_failed_evidence(reason, **self._weights()))
 
     def _looks_faster(self) -> bool:
+        """Whether new code may be faster: it is not slower by more than what noise explains."""
         seconds = [sum(run.seconds for run in self.totals[side]) for side in (BASELINE, CANDIDATE)]
-        return seconds[0] > seconds[1]
+        return seconds[0] > PERHAPS_FASTER * seconds[1]
 
     # -- limits --------------------------------------------------------------------------------------------------------
     def compute_limit(self, side: str, steps: int) -> float:
@@ -387,6 +399,9 @@ class _OpenSessions:
         with self._explained(side):
             done = self._sessions[side].train_next(measured.compute_limit(side, run.steps))
         measured.note_seconds(side, run.steps, time.monotonic() - began)
+        for other, session in self._sessions.items():
+            with self._explained(other):
+                session.check_still()
         return done
 
     def pause(self, side: str) -> None:

@@ -70,7 +70,10 @@ class TimedSession:
         early_steps: Mapping[int, int],
     ) -> None:
         first = 1 + secrets.randbelow(90_000)  # the folders have names like those of live segments
-        named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}
+        # The last arm is never requested: the trainer waits for it, and does not end while its last run is read.
+        named = {
+            folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate([*arms, arms[0]])
+        }
         self.failed: str = ""  # why the session ended early
         self._allowed = wall_seconds  # of the next run
         self._arms, self._origin, self._whole, self._early_steps = list(arms), origin, whole, early_steps
@@ -112,8 +115,16 @@ class TimedSession:
         """Stop all processes of the session until its next run. Raises: SessionEndedError if some cannot be stopped."""
         if self._init and self._frozen is None:
             self._frozen = freezer.freeze(self._init)
+            if not self._frozen.still and not self._frozen.clocks:  # the trainer has died
+                ended = next(self._trained)
+                raise self._ended(self._next - 1, ended.failed, ended.out_of_time)
             if not self._frozen.still:
                 raise self._not_still()
+
+    def check_still(self) -> None:
+        """Check that a paused session has stood still so far. Raises: SessionEndedError."""
+        if self._frozen is not None and freezer.read_used_seconds(self._frozen) > STILL_SECONDS:
+            raise self._not_still()
 
     def close(self) -> None:
         """End the trainer."""

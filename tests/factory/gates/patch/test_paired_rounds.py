@@ -47,6 +47,7 @@ class Sessions:
         self.moments: dict[tuple[str, int], float] = {}
         self.ends: dict[tuple[str, int], SessionEndedError] = {}  # instead of its first run after the warm-up
         self.unclocked: set[tuple[str, int]] = set()
+        self.restless: set[tuple[str, int]] = set()  # sessions that run while they should stand still
         self.opened: list[tuple[str, list[Arm], Collection[int], Mapping[int, int]]] = []
         self.turns: list[tuple[str, int]] = []  # side and steps, in order
         self.limits: dict[str, list[float]] = {"baseline": [], "candidate": []}
@@ -103,6 +104,10 @@ class Session:
 
     def pause(self) -> None:
         self.of.running.discard(self.key[0])
+
+    def check_still(self) -> None:
+        if self.key in self.of.restless:
+            raise SessionEndedError(Message("patch.not_still", "no"), not_still=True)
 
     def close(self) -> None:
         self.of.running.discard(self.key[0])
@@ -283,6 +288,32 @@ def test_a_session_that_ends_early_ends_the_measurement(
     assert not plant.running
     broken = [run for run in list_runs(plant.ledger) if run["state"] == "failed"]
     assert {run["arm"]["name"].partition(",")[0] for run in broken} == {side for side, _ in ends}
+
+
+@pytest.mark.parametrize("side", ["baseline", "candidate"])
+def test_a_side_that_does_not_stand_still_ends_the_measurement(
+    plant: Sessions, tmp_path: Path, workspace: Any, side: str
+) -> None:
+    """Checked after each run of the other side, so that the last pause counts too."""
+    plant.restless = {(side, 1)}
+    found, pair = compared(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "missing" and found["undecided"] and pair is None
+    assert tells(found["reasons"], expect("patch.not_still")) and not plant.running
+
+
+def test_what_more_rounds_cannot_decide_ends_early(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    """Runs without steps worth timing, and a gain that a quicker start could cause: a person has to change the policy."""
+    plant.factors = factors([0.0, 0.0], [0.0, 0.0], control=0.0)
+    found, verdict = judged(plant, POLICY, tmp_path / "1", workspace)
+    assert len(found["round_pairs"]) == 2 and not found.get("undecided") and verdict.outcome == "hold"
+    plant.factors = factors([1.0] * 2, [0.7] * 2, new_code=True)
+    for number in range(1, 12):
+        for name in ("baseline", "candidate"):
+            plant.factors[name, number] = [*plant.factors[name, number], 1.0 if name == "baseline" else 0.97]
+    plant.opened.clear()
+    found, verdict = judged(plant, POLICY, tmp_path / "2", workspace)
+    assert found["long"]["runs"] == paired_rounds.MOST_LONG_PAIRS and not found.get("undecided")
+    assert verdict.outcome == "hold" and verdict.reasons[0].code == "patch.quicker_start"
 
 
 def test_limits_follow_the_baselines_longest_run_and_the_steps(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
