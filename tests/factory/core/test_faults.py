@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import sqlite3
@@ -68,6 +69,7 @@ def test_a_locked_and_a_read_only_ledger_are_recognised(workspace: Workspace, le
 def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
     """Without file handles each way to open the ledger, and ``check``, reports the machine's fault. None advises to restore the ledger."""
     file = workspace.root / "ledger.db"
+    gc.collect()  # what earlier tests left open would be closed meanwhile, and give handles back
     opened = [
         lambda: Ledger.open(workspace.ledger_url, workspace.root),
         lambda: LedgerReader(workspace),
