@@ -94,7 +94,7 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
     by_wall = Message(
         "patch.wall_gain",
         "By the wall clock, the candidate's step is {ratio:.3f}× as fast as the baseline's (between {lower:.3f}× and {upper:.3f}×, "
-        "{pairs:,|pair|pairs} of runs). The weights are {drift:.2g} of their way apart.",
+        "{pairs:,|pair|pairs} of runs). Their weights differ by {drift:.2g} of the distance of training.",
         pairs=len(found["baseline_seconds"]), drift=drift, **wall.to_json(),
     )  # fmt: skip
     if wall.lower > policy.min_gain:
@@ -196,8 +196,6 @@ def make_training_difference_message(policy: TrainingPolicy, found: Mapping[str,
 def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: Message) -> Verdict:
     """Return the verdict on new code that gains in short runs. It must gain in long runs too, by more than a quicker start could cause."""
     long = found if isinstance(found, Mapping) else {}
-    if failed := long.get("failed"):
-        return Verdict(HOLD, (Message.from_json(failed), times))
     numbers = [_number(long.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
     if any(number is None for number in numbers):
         not_long = Message(
